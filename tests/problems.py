@@ -31,23 +31,20 @@ class Problem(NamedTuple):
     params: dict[str, Tensor]
     batch: dict[str, Tensor]
 
-    def loss(self, params: Any, batch: Any) -> Any:
+    def loss(self, params, batch):
         out = total(params, batch)
         if self.kind == "mean":
             return out / batch["x"].shape[0]
         return out if self.kind == "sum" else pa.Weighted(out, weight(batch))
 
     @property
-    def knobs(self) -> dict[str, Any]:
-        return {
-            "reduction": "sum" if self.kind == "sum" else "mean",
-            "nonfinite": self.nonfinite,
-        }
+    def knobs(self):
+        return {"reduction": "sum" if self.kind == "sum" else "mean", "nonfinite": self.nonfinite}
 
-    def gradient(self, params: Any, batch: Any) -> Any:
+    def gradient(self, params, batch):
         return pa.grad(self.loss, microbatch_size=self.size, **self.knobs)(params, batch)
 
-    def streamed(self, params: Any, batch: Any) -> Any:
+    def streamed(self, params, batch):
         """The same as a stream of microbatches, half of it in a state of its own."""
         acc = pa.accumulator(self.loss, **self.knobs)
         states = [acc.init(params), acc.init(params)]
@@ -55,31 +52,31 @@ class Problem(NamedTuple):
             states[i % 2] = acc.update(states[i % 2], params, part, donate=i > 2)
         return acc.finalize(acc.merge(*states))[0]
 
-    def value(self, params: Any, batch: Any) -> Tensor:
+    def value(self, params, batch):
         reduction = self.knobs["reduction"]
         return pa.value(self.loss, microbatch_size=self.size, reduction=reduction)(params, batch)
 
-    def whole(self, params: Any, batch: Any) -> Tensor:
+    def whole(self, params, batch):
         """The loss over the batch as one piece, as it is defined."""
         return self.piece(slice(None))(params, batch)
 
-    def piece(self, rows: slice) -> Function:
+    def piece(self, rows):
         """What some of the rows bring to it."""
 
-        def value(params: Any, batch: Any) -> Tensor:
+        def value(params, batch):
             part = {key: column[rows] for key, column in batch.items()}
             by = {"mean": batch["x"].shape[0], "sum": 1.0, "weighted": weight(batch)}
             return total(params, part) / by[self.kind]
 
         return value
 
-    def pieces(self) -> list[Function]:
+    def pieces(self):
         rows = self.batch["x"].shape[0]
         return [self.piece(slice(i, i + self.size)) for i in range(0, rows, self.size)]
 
-    def check(self, transform: Callable[[Function], Function], ours: str = "gradient") -> None:
+    def check(self, transform, ours="gradient"):
         """That a transform of ours is what it is of torch's, to the bound."""
-        unsplit: Any = (lambda f: f) if ours == "value" else torch.func.grad
+        unsplit = (lambda f: f) if ours == "value" else torch.func.grad
         self.compare(
             transform(getattr(self, ours))(self.params, self.batch),
             transform(unsplit(self.whole))(self.params, self.batch),
@@ -87,7 +84,7 @@ class Problem(NamedTuple):
         )
 
     @staticmethod
-    def compare(got: Any, want: Any, terms: list[Any]) -> None:
+    def compare(got, want, terms):
         xs, spec = optree.tree_flatten(got)
         ys, other = optree.tree_flatten(want)
         assert spec == other
@@ -98,20 +95,20 @@ class Problem(NamedTuple):
             assert (x - y).norm() <= U64**0.5 * sum(scale)
 
 
-def total(params: Any, batch: Any) -> Tensor:
+def total(params, batch):
     out = torch.tanh(batch["x"] @ params["w"] + params["b"])
     return (batch["mask"] * ((out - batch["y"]) ** 2).sum(-1)).sum()
 
 
-def weight(batch: Any) -> Tensor:
+def weight(batch):
     """Depends on the batch; times the square of what a transform may scale the batch with."""
     return (batch["mask"] * batch["scale"] ** 2).sum()
 
 
-def make(kind: str, nonfinite: str, seed: int, rows: int, size: int) -> Problem:
+def make(kind, nonfinite, seed, rows, size):
     g = generator(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     mask = torch.randint(0, 4, (rows,), generator=g).double()
@@ -136,54 +133,54 @@ problems = st.builds(make, kinds, policies, seeds(), st.integers(1, 7), st.integ
 FACTORS = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
 
 
-def stretched(batch: Any, factor: Tensor) -> Any:
+def stretched(batch, factor):
     """Other inputs and other weights."""
     return {**batch, "x": batch["x"] * factor, "scale": batch["scale"] * factor}
 
 
-def times(params: Any, factor: Tensor) -> Any:
+def times(params, factor):
     return {name: param * factor for name, param in params.items()}
 
 
-def tangent(tree: Any) -> Any:
+def tangent(tree):
     return optree.tree_map(lambda x: torch.arange(x.numel()).view(x.shape).cos().to(x), tree)
 
 
-def functional(tree: Any) -> Tensor:
+def functional(tree):
     """A tree as one number, linearly."""
     pairs = zip(optree.tree_leaves(tree), optree.tree_leaves(tangent(tree)), strict=True)
     return sum((x * t).sum() for x, t in pairs)
 
 
-def vmap_params(f: Function) -> Function:
+def vmap_params(f):
     return lambda p, b: torch.func.vmap(lambda c: f(times(p, c), b))(FACTORS)
 
 
-def vmap_batch(f: Function) -> Function:
+def vmap_batch(f):
     return lambda p, b: torch.func.vmap(lambda c: f(p, stretched(b, c)))(FACTORS)
 
 
-def vmap_both(f: Function) -> Function:
+def vmap_both(f):
     return lambda p, b: torch.func.vmap(lambda c: f(times(p, c), stretched(b, c)))(FACTORS)
 
 
-def grad(f: Function) -> Function:
+def grad(f):
     return torch.func.grad(lambda p, b: functional(f(p, b)))
 
 
-def grad_batch(f: Function) -> Function:
+def grad_batch(f):
     return lambda p, b: torch.func.grad(lambda x: functional(f(p, {**b, "x": x})))(b["x"])
 
 
-def jvp(f: Function) -> Function:
+def jvp(f):
     return lambda p, b: torch.func.jvp(lambda p: f(p, b), (p,), (tangent(p),))[1]
 
 
-def jacrev(f: Function) -> Function:
+def jacrev(f):
     return lambda p, b: torch.func.jacrev(lambda bias: f({**p, "b": bias}, b))(p["b"])
 
 
-def jacfwd(f: Function) -> Function:
+def jacfwd(f):
     return lambda p, b: torch.func.jacfwd(lambda bias: f({**p, "b": bias}, b))(p["b"])
 
 

@@ -8,9 +8,7 @@ A program is a chain of pure calls. One of them fails, and is called again with 
 where that refuses, the program begins again.
 """
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import optree
 import pytest
@@ -38,26 +36,26 @@ LARGE = {"w": torch.randn(4, 3), "large": torch.randn(520, 520)}  # above 1 MiB:
 MIXED = {"w": torch.randn(4, 3), "v": torch.randn(3, dtype=torch.float64), "u": torch.randn(3)}
 
 
-def plain(params: Any, x: Tensor) -> Tensor:
+def plain(params, x):
     return FN.apply(params, FN.buffers, x)[0].square().mean()
 
 
-def threaded(params: Any, x: Tensor, buffers: Any, keys: Tensor | None = None) -> Any:
+def threaded(params, x, buffers, keys=None):
     x = x if keys is None else pa.dropout(x, 0.25, keys)
     out, new = NORMED.apply(params, buffers, x)
     loss = pa.Weighted(out.square().sum(), (x > 0).sum() + 1)
     return loss, (new, {"rows": out.sum(1), "seen": pa.Weighted(out.sum(), len(x))})
 
 
-def of_large(params: Any, x: Tensor) -> Tensor:
+def of_large(params, x):
     return (x @ params["w"]).square().mean() + (params["large"] @ params["large"][:, 0]).sum()
 
 
-def mixed(params: Any, x: Tensor) -> Tensor:
+def mixed(params, x):
     return ((x @ params["w"]).double() @ params["v"] + x[:, 0] * params["u"].sum()).square().mean()
 
 
-def partly_nan(params: Any, x: Tensor) -> Tensor:
+def partly_nan(params, x):
     """The first microbatch is not finite."""
     return plain(params, x) / (x[0, 0] != X[0, 0])
 
@@ -68,20 +66,20 @@ PARAMS = {of_large: LARGE, mixed: MIXED, threaded: NORMED.params}
 # Programs ----------------------------------------------------------------------------------
 
 
-def a_step(loss: Any = plain, optimizer: Any = None, *, of: str = "whole", **knobs: Any) -> Any:
+def a_step(loss=plain, optimizer=None, *, of="whole", **knobs):
     """One step of a run that has begun, so that there are moments."""
-    sized: Any = {"microbatch_size": SIZE} if of == "whole" else {}
+    sized = {"microbatch_size": SIZE} if of == "whole" else {}
     knobs.setdefault("check", loss is not threaded)  # whose BatchNorm couples rows
 
-    def made(its: Any) -> Any:
+    def made(its):
         return pa.make_step(its, optimizer or pa.adamw(0.125), **sized, **knobs)
 
     @cache
-    def begun() -> Any:
+    def begun():
         step, buffers = made(loss), NORMED.buffers if loss is threaded else None
         return step(step.init(PARAMS.get(loss, FN.params), buffers=buffers), X)[0]
 
-    def program(do: Callable[..., Any], cold: bool) -> Any:
+    def program(do, cold):
         step = made((lambda *args, **named: loss(*args, **named)) if cold else loss)
         state = optree.tree_map(torch.clone, begun(), namespace="pureaccum")
         if of == "whole":
@@ -98,10 +96,10 @@ def a_step(loss: Any = plain, optimizer: Any = None, *, of: str = "whole", **kno
     return program
 
 
-def an_accumulator(donate: bool, loss: Any = plain, **knobs: Any) -> Any:
+def an_accumulator(donate, loss=plain, **knobs):
     more, params = {"donate": donate}, PARAMS.get(loss, FN.params)
 
-    def program(do: Callable[..., Any], cold: bool) -> Any:
+    def program(do, cold):
         acc = pa.accumulator((lambda p, x: loss(p, x)) if cold else loss, **knobs)
         state = do(acc.init, params)
         for part in pa.microbatches(X, SIZE):
@@ -112,8 +110,8 @@ def an_accumulator(donate: bool, loss: Any = plain, **knobs: Any) -> Any:
     return program
 
 
-def of_samples(donate: bool, reduce: Any) -> Any:
-    def program(do: Callable[..., Any], cold: bool) -> Any:
+def of_samples(donate, reduce):
+    def program(do, cold):
         acc = pa.per_sample_accumulator(plain_of_one, reduce=reduce, chunk_size=2)
         more = lambda state, part: acc.update(state, FN.params, part, donate=donate)  # noqa: E731
         state = do(acc.init, FN.params)
@@ -124,37 +122,37 @@ def of_samples(donate: bool, reduce: Any) -> Any:
     return program
 
 
-def plain_of_one(params: Any, x: Tensor) -> Tensor:
+def plain_of_one(params, x):
     return plain(params, x[None])
 
 
-def a_gradient(transform: Any) -> Any:
-    def program(do: Callable[..., Any], cold: bool) -> Any:
+def a_gradient(transform):
+    def program(do, cold):
         loss = (lambda p, x: plain(p, x)) if cold else plain
         return do(transform(loss), FN.params, X)
 
     return program
 
 
-def by_backward(loss: Any) -> Any:
+def by_backward(loss):
     """Plain autograd through a microbatched function, forwards and back."""
     total = pa.microbatch(loss, microbatch_size=SIZE, reduce="mean")
 
-    def call(params: Any, x: Tensor) -> Any:
+    def call(params, x):
         own = {name: p.detach().requires_grad_() for name, p in params.items()}
         return torch.autograd.grad(total(own, x).square(), [*own.values()])
 
     return call
 
 
-def of_averages(do: Callable[..., Any], cold: bool) -> Any:
+def of_averages(do, cold):
     average = pa.ema(0.5)
     state = do(average.init, FN.params)
     return do(average.update, state, {name: p + 1 for name, p in FN.params.items()})
 
 
-def minimized(optimizer: Any, donate: bool) -> Any:
-    def program(do: Callable[..., Any], cold: bool) -> Any:
+def minimized(optimizer, donate):
+    def program(do, cold):
         params = optree.tree_map(torch.clone, MIXED)
         func = lambda p: pa.grad_and_value(mixed, microbatch_size=SIZE)(p, X)  # noqa: E731
         call = lambda p, s: optimizer.apply(func, s, p, donate=donate)  # noqa: E731
@@ -163,13 +161,13 @@ def minimized(optimizer: Any, donate: bool) -> Any:
     return program
 
 
-def clipped(do: Callable[..., Any], cold: bool) -> Any:
+def clipped(do, cold):
     grads = optree.tree_map(torch.clone, MIXED)
     return do(lambda g: pa.clip_by_global_norm(0.5).update(g, (), donate=True), grads)
 
 
 SCALED = {"loss_scale": pa.dynamic_loss_scale(8.0, growth_interval=1)}
-FULL: Any = {
+FULL = {
     "has_aux": True,
     "aux_reduction": {"rows": "concat", "seen": "mean"},
     "buffers": "sequential",
@@ -183,13 +181,13 @@ APART = pa.partition(
     lambda path: {"0.weight": "w", "0.bias": "b"}.get(path, "rest"),
 )
 RMSPROP = pa.from_torch(torch.optim.RMSprop, lr=0.125, momentum=0.5)
-DONATED: Any = {"donate": True}
-PROGRAMS: dict[str, Any] = {
+DONATED = {"donate": True}
+PROGRAMS = {
     "eager": a_step(plain, CLIPPED, **SCALED),
     "streamed": a_step(plain, CLIPPED, of="stream", **SCALED),
     "donated": a_step(plain, CLIPPED, **SCALED, **DONATED),
 }
-FURTHER: dict[str, Any] = {
+FURTHER = {
     "streamed and donated": a_step(plain, CLIPPED, of="stream", **SCALED, **DONATED),
     "accumulated and donated": an_accumulator(True, mixed, squares=True),
     "sgd": a_step(plain, pa.sgd(0.1, momentum=0.9, nesterov=True), **DONATED),
@@ -238,7 +236,7 @@ FURTHER: dict[str, Any] = {
 # A failure ---------------------------------------------------------------------------------
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree):
     found = optree.tree_leaves(tree, namespace="pureaccum")
     return [x for x in found if isinstance(x, Tensor)]
 
@@ -247,7 +245,7 @@ class StartedAgainError(Exception):
     """What a call was given is given up."""
 
 
-def is_intact(given: Any, before: list[Tensor]) -> bool:
+def is_intact(given, before):
     """Whether no tensor refuses; those that do not are what they were."""
     pairs = [*zip(leaves(given), before, strict=True)]
     refusing = {type(x) for x, _ in pairs if isinstance(x, Refusing)}
@@ -258,11 +256,11 @@ def is_intact(given: Any, before: list[Tensor]) -> bool:
     return not refusing
 
 
-def attempt(program: Any, which: int, cold: bool) -> tuple[Any, int]:
+def attempt(program, which, cold):
     """What a program comes to where that block is refused, and how many it asks for."""
     count = 0
 
-    def do(call: Any, *given: Any) -> Any:
+    def do(call, *given):
         nonlocal count
         before = [x.clone() for x in leaves(given)]
         failed = None
@@ -299,7 +297,7 @@ CASES = [pytest.param(name, False, id=f"first {name}") for name in PROGRAMS] + [
 
 
 @pytest.mark.parametrize(("name", "cold"), CASES)
-def test_any_block_may_be_refused(name: str, cold: bool) -> None:
+def test_any_block_may_be_refused(name, cold):
     """Where ``cold``, of a loss that is not known yet, and so is watched."""
     program = (PROGRAMS | FURTHER)[name]
     attempt(program, 0, cold)

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +27,7 @@ REASON = (
 )
 
 
-def build() -> Path:
+def build():
     """The library, compiled if that has not been done."""
     library = FOLDER / f"{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
     if not library.exists():
@@ -49,7 +48,7 @@ class Counted:
 
 
 @contextmanager
-def refusing(which: int) -> Iterator[Counted]:
+def refusing(which):
     """Refuse that block of memory, counted from 1; none if it is 0. Not to be nested."""
     library, counted = ctypes.CDLL(str(build())), Counted()
     library.count_from_here(ctypes.c_long(which))
@@ -59,7 +58,7 @@ def refusing(which: int) -> Iterator[Counted]:
         counted.blocks = library.count_until_here()
 
 
-def run(file: Path, share: str) -> None:
+def run(file, share):
     """Run a share of a file of tests in a process of its own, in which ``refusing`` refuses."""
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), "-k", share],

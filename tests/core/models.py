@@ -1,7 +1,7 @@
 """Small modules of the kinds that people train, as functions of their parameters."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,36 +13,36 @@ Params = dict[str, Tensor]
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
 class Embedding(nn.Module):
     """An embedding whose weight is large enough for a hook of its own: 1 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(2**14, 16)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.embedding((x.abs() * 1000).long() % 2**14).sum(1)
 
 
-def encoder() -> nn.Module:
+def encoder():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3))
 
 
-def convolution() -> nn.Module:
+def convolution():
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
 
 
-def normalized() -> nn.Module:
+def normalized():
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
 
 
@@ -68,20 +68,18 @@ class Problem(NamedTuple):
     params: Params
     batch: dict[str, Tensor]
 
-    def rows(self, params: Params, batch: dict[str, Tensor]) -> Tensor:
+    def rows(self, params, batch):
         out = torch.func.functional_call(self.module, params, (batch["x"],))
         return ((out - 1) ** 2).flatten(1).sum(1)
 
-    def mean(self, params: Params, batch: dict[str, Tensor]) -> Tensor:
+    def mean(self, params, batch):
         return self.rows(params, batch).mean()
 
-    def weighted(self, params: Params, batch: dict[str, Tensor]) -> Any:
+    def weighted(self, params, batch):
         return pa.Weighted((batch["mask"] * self.rows(params, batch)).sum(), batch["mask"].sum())
 
 
-def problem(
-    name: str, seed: int, rows: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Problem:
+def problem(name, seed, rows, dtype=torch.float32, device="cpu"):
     model = MODELS[name]
     torch.manual_seed(seed)
     module = model.build().to(device, dtype)

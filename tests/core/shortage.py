@@ -2,9 +2,9 @@
 
 import gc
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,31 +26,31 @@ class Tries(NamedTuple):
     operations: list[int]
 
 
-def inside(*functions: str) -> bool:
+def inside(*functions):
     """Whether one of them is being called, by the end of its qualified name."""
-    frame: Any = sys._getframe()
+    frame = sys._getframe()
     while frame is not None and not frame.f_code.co_qualname.endswith(functions):
         frame = frame.f_back
     return frame is not None
 
 
-def failing() -> torch.OutOfMemoryError:
+def failing():
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
 
 @contextmanager
-def shortage(*points: Point, error: Callable[[], BaseException] = failing) -> Generator[Tries]:
+def shortage(*points, error=failing):
     """One point for each try that fails: an operation's number, or the first where it is true."""
     left, tries, begins = list(points), Tries([], []), True
 
-    def before(operation: Any, arguments: Any, more: Any) -> None:
+    def before(operation, arguments, more):
         nonlocal begins
         if begins and inside("step_over", "evaluate", "accumulate", "parts"):
             tries.alive.append(live.now)
             tries.operations.append(0)
             begins = False
 
-    def see(arguments: Any, out: Any) -> None:
+    def see(arguments, out):
         nonlocal begins
         if begins:
             return
@@ -65,7 +65,7 @@ def shortage(*points: Point, error: Callable[[], BaseException] = failing) -> Ge
 
 
 @pytest.fixture(scope="module")
-def few_to_collect() -> Iterator[None]:
+def few_to_collect():
     """Each try that fails is followed by a collection: not of all that a test session imports."""
     gc.collect()
     gc.freeze()

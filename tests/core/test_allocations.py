@@ -10,16 +10,12 @@ import pytest
 from tests.core.allocator import SHARES, needs_a_compiler, run
 
 
-pytestmark = [
-    *(pytest.mark.faults,),
-    pytest.mark.promise("donation"),
-    needs_a_compiler,
-]
+pytestmark = [*(pytest.mark.faults,), pytest.mark.promise("donation"), needs_a_compiler]
 
 
 FURTHER = [pytest.param(f"further{i}", marks=pytest.mark.slow) for i in range(SHARES)]
 
 
 @pytest.mark.parametrize("share", ["first", *FURTHER])
-def test_any_block_of_memory_may_be_refused(share: str) -> None:
+def test_any_block_of_memory_may_be_refused(share):
     run(Path(__file__).with_name("allocations.py"), share)

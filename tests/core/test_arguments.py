@@ -1,12 +1,9 @@
 """A public call changes no argument and no mode, and draws nothing; also when it raises."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
@@ -15,7 +12,6 @@ from tests.calls import (
     GRADIENTS,
     BoomError,
     Explodes,
-    Tensors,
     combinations,
     make_batch,
     make_params,
@@ -28,7 +24,7 @@ pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
 
 
-def trained_params() -> Tensors:
+def trained_params():
     """Parameters that have seen ``.backward()``: gradients, hooks and versions are theirs."""
     params = {key: torch.nn.Parameter(x) for key, x in make_params().items()}
     params["w"].grad = torch.tensor([3.0, 4.0])
@@ -37,14 +33,14 @@ def trained_params() -> Tensors:
 
 
 @every_call
-def test_a_call_changes_nothing(name: str, knobs: Any) -> None:
+def test_a_call_changes_nothing(name, knobs):
     params, batch = trained_params(), make_batch()
     with unchanged(params, batch):
         CALLS[name].run(mean_loss, params, batch, **knobs)
 
 
 @every_call
-def test_what_a_batch_gives_is_the_same_the_second_time(name: str, knobs: Any) -> None:
+def test_what_a_batch_gives_is_the_same_the_second_time(name, knobs):
     params, batch = trained_params(), make_batch()
     first, second = (CALLS[name].run(mean_loss, params, batch, **knobs) for _ in range(2))
     assert_trees_bitwise_equal(first, second)
@@ -52,12 +48,12 @@ def test_what_a_batch_gives_is_the_same_the_second_time(name: str, knobs: Any) -
 
 @every_call
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_an_error_in_the_loss_changes_nothing(name: str, knobs: Any, where: str) -> None:
+def test_an_error_in_the_loss_changes_nothing(name, knobs, where):
     """At whatever microbatch."""
     params, batch, calls = trained_params(), make_batch(), []
     at = 0 if where == "first" or name == "one microbatch" else 2
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         if not is_dropped():
             calls.append(len(batch["x"]))
         if len(calls) > at:
@@ -71,10 +67,10 @@ def test_an_error_in_the_loss_changes_nothing(name: str, knobs: Any, where: str)
 
 @pytest.mark.parametrize(("name", "knobs"), combinations(*GRADIENTS))
 @pytest.mark.parametrize("leaf", ["w", "large"])
-def test_an_error_in_the_backward_pass_changes_nothing(name: str, knobs: Any, leaf: str) -> None:
+def test_an_error_in_the_backward_pass_changes_nothing(name, knobs, leaf):
     params, batch = trained_params(), make_batch()
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         return mean_loss(params | {leaf: Explodes.apply(params[leaf])}, batch)
 
     with unchanged(params, batch), pytest.raises(BoomError):
@@ -82,7 +78,7 @@ def test_an_error_in_the_backward_pass_changes_nothing(name: str, knobs: Any, le
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -104,7 +100,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(("name", "knobs"), combinations(nonfinite=("propagate",)))
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_a_mode_around_a_call_stays_and_changes_no_result(mode: Any, name: str, knobs: Any) -> None:
+def test_a_mode_around_a_call_stays_and_changes_no_result(mode, name, knobs):
     """Autograd records nothing in inference mode: an error may say so, a zero gradient may not."""
     params, batch, engine = make_params(), make_batch(), knobs["engine"]
     expected = CALLS[name].run(mean_loss, params, batch, **knobs)
@@ -120,14 +116,14 @@ def test_a_mode_around_a_call_stays_and_changes_no_result(mode: Any, name: str, 
     assert_trees_bitwise_equal(result, expected)
 
 
-def test_looking_at_a_tree_changes_nothing() -> None:
+def test_looking_at_a_tree_changes_nothing():
     tree = trained_params()
     with unchanged(tree):
         pa.global_norm(tree)
         pa.all_finite(tree)
 
 
-def test_microbatches_are_views() -> None:
+def test_microbatches_are_views():
     """Nothing is copied, and cutting alone touches nothing."""
     batch = make_batch()
     with unchanged(batch):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 import pureaccum as pa
@@ -14,17 +14,15 @@ from pureaccum import CoupledLossError
 from pureaccum._core import coupling
 
 
-pytestmark = [
-    pytest.mark.parity,
-]
+pytestmark = [pytest.mark.parity]
 ROWS, SIZE = 12, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked() -> None:
+def _nobody_was_asked():
     """Calls are counted for each loss, and losses of two tests are one if their code is."""
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+    coupling._answers.clear()
 
 
 class Problem(NamedTuple):
@@ -36,15 +34,15 @@ class Problem(NamedTuple):
     engines: tuple[str, ...] = ("auto", "func", "autograd")
 
 
-def draw(*shape: int) -> Tensor:
+def draw(*shape):
     return torch.randn(ROWS, *shape)
 
 
 LABELS = torch.arange(ROWS) % 3
 
 
-def classified(net: nn.Module, *shape: int) -> Problem:
-    def loss(params: Any, batch: Any) -> Tensor:
+def classified(net, *shape):
+    def loss(params, batch):
         return F.cross_entropy(functional_call(net, params, (batch["x"],)).float(), batch["y"])
 
     return Problem(loss, net, {"x": draw(*shape), "y": LABELS})
@@ -54,20 +52,20 @@ def classified(net: nn.Module, *shape: int) -> Problem:
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lstm, self.head = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1), nn.Linear(6, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.lstm(x)[0][:, -1])
 
 
 class Attention(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.qkv, self.head, self.dropout = nn.Linear(4, 12), nn.Linear(4, 3), dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (y.unflatten(-1, (2, 2)).mT for y in self.qkv(x).chunk(3, -1))
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
         return self.head(out.mT.flatten(-2).mean(1))
@@ -76,12 +74,12 @@ class Attention(nn.Module):
 class Experts(nn.Module):
     """The best two of four for each row; with a capacity, those rows that do not come too late."""
 
-    def __init__(self, capacity: int = 0, balanced: bool = False) -> None:
+    def __init__(self, capacity=0, balanced=False):
         super().__init__()
         self.gate, self.experts = nn.Linear(5, 4), nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
         self.capacity, self.balanced = capacity, balanced
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         gate = self.gate(x).softmax(-1)
         best, chosen = gate.topk(2, dim=-1)
         took = F.one_hot(chosen, 4).to(x.dtype)
@@ -94,10 +92,10 @@ class Experts(nn.Module):
         return out
 
 
-def experts(**knobs: Any) -> Problem:
+def experts(**knobs):
     net = Experts(**knobs)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return (functional_call(net, params, (batch["x"],)) ** 2).mean()
 
     return Problem(loss, net, {"x": draw(5)})
@@ -106,21 +104,21 @@ def experts(**knobs: Any) -> Problem:
 class Quantised(nn.Module):
     """The nearest code, straight through."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encode, self.decode = nn.Linear(5, 2), nn.Linear(2, 5)
         self.codes = nn.Parameter(torch.randn(6, 2))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x):
         z = self.encode(x)
         code = self.codes[(z[:, None] - self.codes).square().sum(-1).argmin(1)]
         return self.decode(z + (code - z).detach()), z, code
 
 
-def quantised(perplexity: bool) -> Problem:
+def quantised(perplexity):
     net = Quantised()
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         x = batch["x"]
         out, z, code = functional_call(net, params, (x,))
         total = F.mse_loss(out, x) + F.mse_loss(code, z.detach()) + F.mse_loss(z, code.detach())
@@ -135,7 +133,7 @@ def quantised(perplexity: bool) -> Problem:
 # Policies --------------------------------------------------------------------------------
 
 
-def policies(advantages: str, grouped: bool = False, on_policy: bool = True) -> Problem:
+def policies(advantages, grouped=False, on_policy=True):
     """A clipped ratio; of GRPO, over tokens, with a penalty for being far from a reference."""
     net = nn.Linear(5, 3)
     shape = (ROWS, 4) if grouped else (ROWS,)
@@ -147,7 +145,7 @@ def policies(advantages: str, grouped: bool = False, on_policy: bool = True) -> 
     if advantages == "with the batch":
         reward = (reward - reward.mean()) / reward.std()
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         own = functional_call(net, params, (batch["x"],)).log_softmax(-1)
         own, gain = own.gather(-1, batch["taken"][..., None])[..., 0], batch["reward"]
         if advantages == "in the loss":
@@ -163,15 +161,15 @@ def policies(advantages: str, grouped: bool = False, on_policy: bool = True) -> 
     return Problem(loss, net, {"x": x, "taken": taken, "old": old, "reward": reward})
 
 
-def critics(inner: str, statistics: bool = False) -> Problem:
+def critics(inner, statistics=False):
     """Wasserstein's, with a penalty on the norm of the gradient by each row."""
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         real, fake, mix = batch["x"], batch["fake"], batch["mix"]
         between = mix * real + (1 - mix) * fake
 
-        def total(x: Tensor) -> Tensor:
+        def total(x):
             return functional_call(net, params, (x,)).sum()
 
         if inner == "torch.func":
@@ -189,7 +187,7 @@ def critics(inner: str, statistics: bool = False) -> Problem:
     return Problem(loss, net, batch, engines)
 
 
-def convolutional(*norms: nn.Module) -> nn.Module:
+def convolutional(*norms):
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
         *norms,
@@ -202,16 +200,16 @@ def convolutional(*norms: nn.Module) -> nn.Module:
     )
 
 
-def convnet(*norms: nn.Module) -> Problem:
+def convnet(*norms):
     return classified(convolutional(*norms), 2, 6, 6)
 
 
-def encoder() -> nn.Module:
+def encoder():
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(20, 3))
 
 
-FITS: dict[str, Callable[[], Problem]] = {
+FITS = {
     "convnet": convnet,
     "group norm": lambda: convnet(nn.GroupNorm(2, 4)),
     "frozen batch norm": lambda: convnet(nn.BatchNorm2d(4).eval()),
@@ -228,7 +226,7 @@ FITS: dict[str, Callable[[], Problem]] = {
     "critic by torch.func": lambda: critics("torch.func"),
     "critic by autograd": lambda: critics("autograd"),
 }
-COUPLED: dict[str, Callable[[], Problem]] = {
+COUPLED = {
     "batch norm": lambda: convnet(nn.BatchNorm2d(4, track_running_stats=False)),
     "experts of a capacity": lambda: experts(capacity=1),
     "experts that are balanced": lambda: experts(balanced=True),
@@ -239,11 +237,11 @@ COUPLED: dict[str, Callable[[], Problem]] = {
 }
 
 
-def cast(tree: Any, dtype: torch.dtype) -> Any:
+def cast(tree, dtype):
     return {k: x.to(dtype) if x.is_floating_point() else x for k, x in tree.items()}
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[Problem, Any]:
+def made(name, dtype=torch.float32):
     torch.manual_seed(0)
     it = (FITS | COUPLED)[name]()
     it.module.to(dtype)
@@ -251,7 +249,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[Problem, Any]:
     return it._replace(batch=cast(it.batch, dtype)), params
 
 
-def some(names: Any, *others: Any) -> list[Any]:
+def some(names, *others):
     """Every name in every dtype or so; all but the first of these is slow."""
     return [
         pytest.param(name, other, id=f"{name}-{str(other).removeprefix('torch.')}", marks=marks)
@@ -261,33 +259,33 @@ def some(names: Any, *others: Any) -> list[Any]:
     ]
 
 
-def ask(it: Problem, params: Any, calls: int = 8) -> None:
+def ask(it, params, calls=8):
     for engine in it.engines:
-        grad = pa.grad(it.loss, microbatch_size=SIZE, engine=engine)  # pyright: ignore
+        grad = pa.grad(it.loss, microbatch_size=SIZE, engine=engine)
         for _ in range(calls):
             grad(params, it.batch)
     pa.value(it.loss, microbatch_size=SIZE)(params, it.batch)
 
 
 @pytest.mark.parametrize(("name", "dtype"), some(FITS, *DTYPES))
-def test_what_fits_is_not_refused(name: str, dtype: torch.dtype) -> None:
+def test_what_fits_is_not_refused(name, dtype):
     ask(*made(name, dtype))
 
 
 @pytest.mark.parametrize(("name", "dtype"), some(COUPLED, *DTYPES))
-def test_its_neighbours_are_refused_at_once(name: str, dtype: torch.dtype) -> None:
+def test_its_neighbours_are_refused_at_once(name, dtype):
     it, params = made(name, dtype)
     for engine in it.engines:
         with pytest.raises(CoupledLossError):
-            pa.grad(it.loss, microbatch_size=SIZE, engine=engine)(params, it.batch)  # pyright: ignore
+            pa.grad(it.loss, microbatch_size=SIZE, engine=engine)(params, it.batch)
     with pytest.raises(CoupledLossError):
         pa.value(it.loss, microbatch_size=SIZE)(params, it.batch)
 
 
-def test_pairs_that_stand_side_by_side_are_refused() -> None:
+def test_pairs_that_stand_side_by_side_are_refused():
     """Two views of each sample, against all others."""
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         z = F.normalize(x @ w, dim=1)
         scores = (10 * z @ z.T).fill_diagonal_(-torch.inf)
         return F.cross_entropy(scores, torch.arange(len(x)) ^ 1)
@@ -300,7 +298,7 @@ def test_pairs_that_stand_side_by_side_are_refused() -> None:
 # Policies of precision -------------------------------------------------------------------
 
 
-PRECISIONS: dict[str, dict[str, Any]] = {
+PRECISIONS = {
     "bf16": {"policy": pa.Policy(compute=torch.bfloat16)},
     "fp16": {
         "policy": pa.Policy(compute=torch.float16),
@@ -311,7 +309,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def steps(name: str, precision: str) -> None:
+def steps(name, precision):
     it, params = made(name)
     step = pa.make_step(it.loss, pa.adamw(1e-3), microbatch_size=SIZE, **PRECISIONS[precision])
     state = step.init(params)
@@ -326,11 +324,11 @@ STEPPED = [name for name in FITS if name not in ("frozen batch norm", "critic by
 
 
 @pytest.mark.parametrize(("name", "precision"), some(STEPPED, *PRECISIONS))
-def test_what_fits_fits_in_any_precision(name: str, precision: str) -> None:
+def test_what_fits_fits_in_any_precision(name, precision):
     steps(name, precision)
 
 
 @pytest.mark.parametrize(("name", "precision"), some(COUPLED, *PRECISIONS))
-def test_its_neighbours_do_not(name: str, precision: str) -> None:
+def test_its_neighbours_do_not(name, precision):
     with pytest.raises(CoupledLossError):
         steps(name, precision)

@@ -1,13 +1,11 @@
 """Forty random networks of layers that keep rows apart: none is refused, at any size."""
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 import pureaccum as pa
@@ -23,42 +21,42 @@ WIDTHS = (4, 8, 12)
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked() -> None:
+def _nobody_was_asked():
     """Calls are counted for each loss, and all of these are one if their networks are gone."""
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+    coupling._answers.clear()
 
 
 class Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         out = self.inner(x)
         return x + (out[0] if isinstance(out, tuple) else out)
 
 
 class Attending(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.attention = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Along(nn.Module):
     """A layer over the positions of a row."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.layer(x.mT).mT
 
 
-LAYERS: list[Callable[[int], nn.Module]] = [
+LAYERS = [
     lambda n: nn.Linear(n, n),
     lambda n: Residual(nn.Sequential(nn.Linear(n, 2 * n), nn.GELU(), nn.Linear(2 * n, n))),
     nn.LayerNorm,
@@ -75,7 +73,7 @@ LAYERS: list[Callable[[int], nn.Module]] = [
     lambda _: nn.RReLU(),
     lambda _: nn.Softmax(-1),
 ]
-LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+LOSSES = {
     "mean": lambda out, y: F.cross_entropy(out.float().mean(1), y),
     "squares": lambda out, y: (out.mean(1) ** 2).mean(),
     "weighted": lambda out, y: pa.Weighted((out.square().mean((1, 2)) * y).sum(), y.sum()),
@@ -84,7 +82,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def network(seed: int) -> nn.Module:
+def network(seed):
     random.seed(seed)
     torch.manual_seed(seed)
     width = random.choice(WIDTHS)
@@ -92,7 +90,7 @@ def network(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(3, width), *layers, nn.Linear(width, 3))
 
 
-def sizes(seed: int, dtype: torch.dtype) -> list[int]:
+def sizes(seed, dtype):
     """Of a network that is quick, a few; of the others each size, in one of the dtypes."""
     at = DTYPES.index(dtype)
     return (
@@ -113,30 +111,30 @@ def sizes(seed: int, dtype: torch.dtype) -> list[int]:
         for dtype in DTYPES
     ],
 )
-def test_a_network_whose_rows_are_apart_is_not_refused(seed: int, dtype: torch.dtype) -> None:
+def test_a_network_whose_rows_are_apart_is_not_refused(seed, dtype):
     net = network(seed).to(dtype)
     params = {name: p.detach() for name, p in net.named_parameters()}
     kind = [*LOSSES][seed % len(LOSSES)]
     batch = {"x": torch.randn(ROWS, LENGTH, 3).to(dtype), "y": torch.arange(ROWS) % 3}
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         return LOSSES[kind](functional_call(net, params, (batch["x"],)), batch["y"])
 
     for size in sizes(seed, dtype):
-        coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # each size is asked
+        coupling._answers.clear()
         value = pa.value(loss, microbatch_size=size)
         for _ in range(3):
             value(params, batch)
         pa.grad(loss, microbatch_size=size, engine="auto")(params, batch)
 
 
-def test_a_batch_norm_among_them_is_refused() -> None:
+def test_a_batch_norm_among_them_is_refused():
     """The control."""
     for seed in range(10):
         net = nn.Sequential(network(seed), nn.BatchNorm1d(LENGTH, track_running_stats=False))
         params = {name: p.detach() for name, p in net.named_parameters()}
 
-        def loss(params: Any, x: Tensor, net: nn.Module = net) -> Tensor:
+        def loss(params, x, net=net):
             return (functional_call(net, params, (x,)) ** 4).mean()
 
         with pytest.raises(CoupledLossError):

@@ -17,25 +17,23 @@ from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 
 
-pytestmark = [
-    pytest.mark.purity,
-]
+pytestmark = [pytest.mark.purity]
 SIZE = 4
 ENGINES = ("auto", "func", "autograd")
 Run = Callable[[], Any]
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked() -> None:
+def _nobody_was_asked():
     """Calls are counted for each loss, and those of two tests that are one loss would add up."""
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+    coupling._answers.clear()
 
 
-def params() -> dict[str, Tensor]:
+def params():
     return {"w": torch.linspace(-1, 1, 15).reshape(5, 3), "b": torch.tensor([0.5, -1.0, 0.25])}
 
 
-def batch(rows: int = 11) -> dict[str, Tensor]:
+def batch(rows=11):
     random = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 5, generator=random)
     return {
@@ -45,40 +43,40 @@ def batch(rows: int = 11) -> dict[str, Tensor]:
     }
 
 
-def errors(params: Any, batch: Any) -> Tensor:
+def errors(params, batch):
     return (batch["x"] @ params["w"] + params["b"] - batch["y"][:, None]) ** 2
 
 
-def fits(params: Any, batch: Any) -> Tensor:
+def fits(params, batch):
     return errors(params, batch).mean()
 
 
-def coupled(params: Any, batch: Any) -> Tensor:
+def coupled(params, batch):
     return (errors(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
 
 
 # What asks -------------------------------------------------------------------------------
 
 
-def gradients(loss: Any, **knobs: Any) -> Run:
+def gradients(loss, **knobs):
     own, rows = params(), batch()
     return lambda: pa.grad_and_value(loss, microbatch_size=SIZE, **knobs)(own, rows)
 
 
-def value(loss: Any, engine: str = "", **knobs: Any) -> Run:
+def value(loss, engine="", **knobs):
     own, rows = params(), batch()
     return lambda: pa.value(loss, microbatch_size=SIZE, **knobs)(own, rows)
 
 
-def value_of_stream(loss: Any, engine: str = "", **knobs: Any) -> Run:
+def value_of_stream(loss, engine="", **knobs):
     own, parts = params(), [*pa.microbatches(batch(), SIZE)]
     return lambda: pa.value(loss, stream=True, **knobs)(own, parts)
 
 
-def summed(loss: Any, donate: bool = False, **knobs: Any) -> Run:
+def summed(loss, donate=False, **knobs):
     own, acc = params(), pa.accumulator(loss, **knobs)
 
-    def run() -> Any:
+    def run():
         state = acc.init(own)
         for part in pa.microbatches(batch(), SIZE):
             state = acc.update(state, own, part, donate=donate)
@@ -87,11 +85,11 @@ def summed(loss: Any, donate: bool = False, **knobs: Any) -> Run:
     return run
 
 
-def stepping(loss: Any, stream: bool = False, **knobs: Any) -> Run:
+def stepping(loss, stream=False, **knobs):
     step = pa.make_step(loss, pa.adamw(0.1), microbatch_size=None if stream else SIZE, **knobs)
     state, rows = step.init(params()), batch()
 
-    def run() -> Any:
+    def run():
         nonlocal state
         parts = [*pa.microbatches(rows, SIZE)]
         state, info = step.window(state, parts) if stream else step(state, rows)
@@ -100,7 +98,7 @@ def stepping(loss: Any, stream: bool = False, **knobs: Any) -> Run:
     return run
 
 
-WAYS: dict[str, Callable[..., Run]] = {
+WAYS = {
     "gradients": gradients,
     "value": value,
     "value of a stream": value_of_stream,
@@ -119,11 +117,11 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 class Counting(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         return x
 
@@ -133,23 +131,23 @@ class Averaging(nn.Module):
 
     mean: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.mean = self.mean + x.detach().mean()
         return x
 
 
-def dropout(params: Any, batch: Any) -> Tensor:
+def dropout(params, batch):
     return F.dropout(errors(params, batch), 0.5).mean()
 
 
 OWN = torch.Generator()
 
 
-def draws(params: Any, batch: Any) -> Tensor:
+def draws(params, batch):
     """From four generators."""
     noise = torch.empty(len(batch["x"]), 1).uniform_(generator=OWN) + torch.rand(())
     return (errors(params, batch) * (noise + float(np.random.rand()) + random.random())).mean()
@@ -162,21 +160,19 @@ SLOW = {"four generators": pytest.mark.slow}
 losses = pytest.mark.parametrize("loss", [pytest.param(x, marks=SLOW.get(x, ())) for x in LOSSES])
 
 
-def reset() -> None:
+def reset():
     for seed in (torch.manual_seed, random.seed, np.random.seed, OWN.manual_seed):
         seed(0)
 
 
-def drawn_next() -> list[Any]:
+def drawn_next():
     return [torch.rand(3), random.random(), np.random.rand(), torch.rand(3, generator=OWN)]
 
 
 @ways
 @engines
 @losses
-def test_results_and_draws_are_those_of_a_loss_that_nobody_asks(
-    way: Callable[..., Run], engine: str, loss: str
-) -> None:
+def test_results_and_draws_are_those_of_a_loss_that_nobody_asks(way, engine, loss):
     seen = []
     for check in (True, False):
         reset()
@@ -187,9 +183,7 @@ def test_results_and_draws_are_those_of_a_loss_that_nobody_asks(
 
 @ways
 @pytest.mark.parametrize("module", [Counting, Averaging])
-def test_a_module_is_left_as_by_the_calls_that_count(
-    way: Callable[..., Run], module: type[nn.Module]
-) -> None:
+def test_a_module_is_left_as_by_the_calls_that_count(way, module):
     left = []
     for check in (True, False):
         net = module()
@@ -206,10 +200,8 @@ def test_a_module_is_left_as_by_the_calls_that_count(
 @ways
 @engines
 @losses
-def test_a_refusal_changes_nothing_and_is_repeated(
-    way: Callable[..., Run], engine: str, loss: str
-) -> None:
-    def also(params: Any, batch: Any) -> Tensor:
+def test_a_refusal_changes_nothing_and_is_repeated(way, engine, loss):
+    def also(params, batch):
         return coupled(params, batch) + 0 * LOSSES[loss](params, batch)
 
     run, own = way(also, engine=engine), OWN.get_state()
@@ -220,11 +212,11 @@ def test_a_refusal_changes_nothing_and_is_repeated(
     assert torch.equal(OWN.get_state(), own)
 
 
-def test_sums_that_were_given_up_are_as_they_were_and_take_more() -> None:
+def test_sums_that_were_given_up_are_as_they_were_and_take_more():
     acc, own = pa.accumulator(lambda p, b: (coupled if "mask" in b else fits)(p, b)), params()
     good, bad = {k: x for k, x in batch().items() if k != "mask"}, batch()
 
-    def sums(*parts: Any) -> Any:
+    def sums(*parts):
         state = acc.init(own)
         for part in parts:
             if part is not bad:
@@ -241,8 +233,8 @@ def test_sums_that_were_given_up_are_as_they_were_and_take_more() -> None:
 
 
 @pytest.mark.parametrize("size", [None, SIZE])
-def test_a_step_that_is_given_its_state_up_gives_it_back(size: int | None) -> None:
-    def loss(params: Any, batch: Any) -> Tensor:
+def test_a_step_that_is_given_its_state_up_gives_it_back(size):
+    def loss(params, batch):
         return (coupled if "mask" in batch else fits)(params, batch)
 
     good = {k: x for k, x in batch().items() if k != "mask"}
@@ -262,7 +254,7 @@ def test_a_step_that_is_given_its_state_up_gives_it_back(size: int | None) -> No
     assert_trees_bitwise_equal(*results)
 
 
-def test_a_stream_is_refused_where_its_padding_begins() -> None:
+def test_a_stream_is_refused_where_its_padding_begins():
     """The third microbatch is not asked; the fourth is."""
     parts = [batch(4) | {"mask": torch.ones(4, 3)} for _ in range(2)] + [batch(4)] * 3
     parts = [part | {"mask": part["mask"].float()} for part in parts]

@@ -4,14 +4,12 @@ They come from configurations and have random weights; nothing is downloaded.
 """
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
@@ -19,7 +17,7 @@ from pureaccum._core import coupling
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytestmark = [pytest.mark.parity, pytest.mark.hf]
 ROWS, LENGTH, SIZE, WORDS = 8, 10, 4, 31
 LENGTHS = torch.tensor([10, 3, 7, 2, 5, 9, 4, 6])
@@ -27,9 +25,9 @@ BOUND = 2.0**-12  # the root of float32's unit
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked() -> None:
+def _nobody_was_asked():
     """Calls are counted for each loss, and losses of two tests are one if their code is."""
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+    coupling._answers.clear()
 
 
 class Model(NamedTuple):
@@ -41,7 +39,7 @@ class Model(NamedTuple):
     kind: str
 
 
-def sizes(*names: str, **others: Any) -> dict[str, Any]:
+def sizes(*names, **others):
     """Those of a small model: its width, layers and heads, as its configuration calls them."""
     return dict(zip(names, (16, 2, 2), strict=True)) | {"vocab_size": WORDS} | others
 
@@ -75,7 +73,7 @@ MODELS = [
 QUICK = ("GPT2", "Bert", "ViT")
 
 
-def model_of(it: Model, dtype: torch.dtype, dropout: bool) -> Any:
+def model_of(it, dtype, dropout):
     torch.manual_seed(0)
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
     special |= {"decoder_start_token_id": 1} if it.kind == "to another" else {}
@@ -85,7 +83,7 @@ def model_of(it: Model, dtype: torch.dtype, dropout: bool) -> Any:
     return model.to(dtype).train(dropout)
 
 
-def batch_of(it: Model, dtype: torch.dtype, padded: bool) -> dict[str, Tensor]:
+def batch_of(it, dtype, padded):
     random = torch.Generator().manual_seed(0)
     if it.kind == "image":
         images = torch.randn(ROWS, 2, 8, 8, generator=random).to(dtype)
@@ -102,24 +100,24 @@ def batch_of(it: Model, dtype: torch.dtype, padded: bool) -> dict[str, Tensor]:
     return batch
 
 
-def params_of(model: Any) -> Any:
+def params_of(model):
     return model.named_parameters()  # tied ones once
 
 
-def parameters(model: Any) -> dict[str, Tensor]:
+def parameters(model):
     return {name: p.detach() for name, p in params_of(model)}
 
 
-def called(model: Any, params: Any, batch: Any) -> Any:
+def called(model, params, batch):
     return torch.func.functional_call(model, params, kwargs=dict(batch))
 
 
-def loss_of(model: Any) -> Callable[..., Any]:
+def loss_of(model):
     return lambda params, batch: called(model, params, batch).loss
 
 
-def weighted(it: Model, model: Any) -> Callable[..., Any]:
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+def weighted(it, model):
+    def loss(params, batch):
         logits, labels = called(model, params, batch).logits.float(), batch["labels"]
         if it.kind == "next":
             logits, labels = logits[:, :-1], labels[:, 1:]
@@ -147,7 +145,7 @@ settings = [
 every = pytest.mark.parametrize(("it", "dtype", "dropout"), settings)
 
 
-def calls(loss: Any, params: Any, batch: Any) -> None:
+def calls(loss, params, batch):
     grad = pa.grad(loss, microbatch_size=SIZE, engine="auto")
     for _ in range(8):
         grad(params, batch)
@@ -157,15 +155,13 @@ def calls(loss: Any, params: Any, batch: Any) -> None:
 
 
 @every
-def test_rows_without_padding_are_never_refused(it: Model, dtype: Any, dropout: bool) -> None:
+def test_rows_without_padding_are_never_refused(it, dtype, dropout):
     model = model_of(it, dtype, dropout)
     calls(loss_of(model), parameters(model), batch_of(it, dtype, padded=False))
 
 
 @every
-def test_padded_rows_are_not_refused_as_weighted_totals(
-    it: Model, dtype: Any, dropout: bool
-) -> None:
+def test_padded_rows_are_not_refused_as_weighted_totals(it, dtype, dropout):
     model = model_of(it, dtype, dropout)
     loss, params, batch = weighted(it, model), parameters(model), batch_of(it, dtype, padded=True)
     calls(loss, params, batch)
@@ -173,7 +169,7 @@ def test_padded_rows_are_not_refused_as_weighted_totals(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("it", MODELS, ids=lambda it: it.name)
-def test_weighted_totals_of_padded_rows_have_the_gradient_of_the_model(it: Model) -> None:
+def test_weighted_totals_of_padded_rows_have_the_gradient_of_the_model(it):
     model = model_of(it, torch.float32, dropout=False)
     loss, params = weighted(it, model), parameters(model)
     batch = batch_of(it, torch.float32, padded=True)
@@ -190,7 +186,7 @@ def test_weighted_totals_of_padded_rows_have_the_gradient_of_the_model(it: Model
 
 
 @every
-def test_a_mean_over_padded_rows_is_refused_at_once(it: Model, dtype: Any, dropout: bool) -> None:
+def test_a_mean_over_padded_rows_is_refused_at_once(it, dtype, dropout):
     if it.kind == "image":
         return
     if (it.name, dtype) == ("Mixtral", torch.bfloat16):

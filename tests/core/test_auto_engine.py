@@ -5,8 +5,6 @@ GroupNorm, LSTM on a CPU) torch.func takes another formula than ``.backward()``:
 to rounding.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ import pureaccum as pa
 from pureaccum._base.torch_internals import at_top_level
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.zoo import fits_networks, fits_programs, fits_sums  # noqa: F401
-from tests.zoo.species import ZOO, Species
+from tests.zoo.species import ZOO
 
 
 pytestmark = [pytest.mark.parity, pytest.mark.promise("engines")]
@@ -22,7 +20,7 @@ SUMS = [it for it in ZOO if not it.kind]
 OTHER_FORMULA = {"totals_without_a_weight"}  # the cross entropy
 
 
-def residents() -> list[Any]:
+def residents():
     """Every loss that fits; where time is short every third one."""
     return [
         pytest.param(it, id=it.name, marks=pytest.mark.slow if i % 3 else ())
@@ -30,7 +28,7 @@ def residents() -> list[Any]:
     ]
 
 
-def outcome(engine: Any, species: Species, *, whole: bool) -> Any:
+def outcome(engine, species, *, whole):
     """Gradients and value, or the error of a loss that the engine refuses."""
     loss, params, batch, knobs = species.make(torch.float32, seed=0)
     given = {name: x for name, x in knobs.items() if name in ("has_aux", "reduction")}
@@ -54,7 +52,7 @@ def outcome(engine: Any, species: Species, *, whole: bool) -> Any:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("species", residents())
-def test_auto_has_the_bits_of_func_over_the_zoo(species: Species, whole: bool) -> None:
+def test_auto_has_the_bits_of_func_over_the_zoo(species, whole):
     auto, func = (outcome(engine, species, whole=whole) for engine in ("auto", "func"))
     assert not isinstance(auto, RuntimeError), auto
     if isinstance(func, RuntimeError):  # torch.func cannot run it, and says who can
@@ -69,22 +67,22 @@ class Square(torch.autograd.Function):
     """Without ``setup_context``, so that torch.func refuses it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         return 2 * ctx.saved_tensors[0] * grad
 
 
-def test_a_step_runs_what_torch_func_refuses_and_goes_through_transforms() -> None:
+def test_a_step_runs_what_torch_func_refuses_and_goes_through_transforms():
     step = pa.make_step(lambda w, x: Square.apply(w * x).mean(), pa.sgd(0.5), microbatch_size=2)
     state, _ = step(step.init(torch.tensor(1.0)), torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert torch.equal(state.params, torch.tensor(-6.5))
-    levels: list[bool] = []
+    levels = []
 
-    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def loss(w, x):
         levels.append(at_top_level())
         return ((w * x) ** 2).mean()
 
@@ -103,24 +101,24 @@ class Given(torch.autograd.Function):
     """Its gradient is a view of what it was given."""
 
     @staticmethod
-    def forward(x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    def forward(x, slope):
         return (x * slope).sum()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, grad):
         return ctx.saved_tensors[0].view(-1), None
 
 
 @pytest.mark.parametrize("engine", ["auto", "func", "autograd"])
-def test_sums_take_no_memory_that_is_also_that_of_something_else(engine: Any) -> None:
+def test_sums_take_no_memory_that_is_also_that_of_something_else(engine):
     """The first gradient begins the sums, unless it is a view of a slope, or of a cotangent."""
     slope, x = torch.tensor([2.0, 3.0]), torch.ones(5)
 
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    def loss(params, x):
         return Given.apply(params["v"], slope) + params["w"].reshape(())
 
     params = {"v": torch.ones(2), "w": torch.ones(1)}

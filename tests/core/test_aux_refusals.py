@@ -14,7 +14,7 @@ from tests.refusals import PARAMS, Loss, make_batch, refused, squares
 pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
 Aux = Callable[[Tensor], Any]
 ELSE = ("'sum'", "'mean'", "'stack'", "'last'")
-NOT_REDUCED: dict[str, tuple[str, Aux, type[Exception], tuple[str, ...]]] = {
+NOT_REDUCED = {
     "0-d": ("concat", lambda x: x.sum(), ValueError, ("shape ()", "2 rows", *ELSE)),
     "other rows": ("concat", lambda x: x[:1], ValueError, ("shape (1, 2)", "2 rows", *ELSE)),
     "columns": ("concat", lambda x: x.new_ones(3), ValueError, ("shape (3,)", "2 rows", *ELSE)),
@@ -26,7 +26,7 @@ NOT_REDUCED: dict[str, tuple[str, Aux, type[Exception], tuple[str, ...]]] = {
     "the sum of an object": ("sum", lambda x: object(), TypeError, ("is a object", "no sum")),
 }
 # Good in the first microbatch, of two rows; not in the last, of one.
-NOT_ALIKE: dict[str, tuple[str, Aux, str]] = {
+NOT_ALIKE = {
     "sum of rows": ("sum", lambda x: x, "(1, 2) after (2, 2)"),
     "mean of rows": ("mean", lambda x: x[:, 0], "(1,) after (2,)"),
     "stack of rows": ("stack", lambda x: x, "(1, 2) after (2, 2)"),
@@ -43,15 +43,15 @@ NOT_ALIKE: dict[str, tuple[str, Aux, str]] = {
 }
 
 
-def transforms(*names: str) -> Any:
+def transforms(*names):
     return pytest.mark.parametrize("transform", [pa.grad, pa.grad_and_value, pa.value])
 
 
-def with_aux(aux: Aux) -> Loss:
+def with_aux(aux):
     return Loss(lambda p, b: (squares(p, b), {"ok": b["x"].sum(1), "a": [aux(b["x"])]}))
 
 
-def run(transform: Any, loss: Any, how: Any, rows: int) -> Any:
+def run(transform, loss, how, rows):
     reductions = how if isinstance(how, dict) else {"ok": "concat", "a": how}
     return transform(loss, has_aux=True, microbatch_size=2, aux_reduction=reductions)(
         PARAMS, make_batch(rows)
@@ -60,9 +60,7 @@ def run(transform: Any, loss: Any, how: Any, rows: int) -> Any:
 
 @transforms()
 @pytest.mark.parametrize(("how", "aux", "error", "words"), NOT_REDUCED.values(), ids=NOT_REDUCED)
-def test_a_leaf_that_is_not_of_its_kind_is_refused(
-    transform: Any, how: str, aux: Aux, error: Any, words: Any
-) -> None:
+def test_a_leaf_that_is_not_of_its_kind_is_refused(transform, how, aux, error, words):
     """Seen at the first microbatch."""
     loss = with_aux(aux)
     with refused(error, "aux['a'][0]", *words, given=PARAMS, loss=loss, calls=1):
@@ -71,9 +69,7 @@ def test_a_leaf_that_is_not_of_its_kind_is_refused(
 
 @transforms()
 @pytest.mark.parametrize(("how", "aux", "shapes"), NOT_ALIKE.values(), ids=NOT_ALIKE)
-def test_a_leaf_whose_shape_changes_is_refused(
-    transform: Any, how: str, aux: Aux, shapes: str
-) -> None:
+def test_a_leaf_whose_shape_changes_is_refused(transform, how, aux, shapes):
     """Broadcasting two rows against one would be silently wrong."""
     words = (f"aux['a'][0] has shape {shapes}", repr(how), "one row per sample takes 'concat'")
     with refused(ValueError, *words, given=PARAMS):
@@ -82,17 +78,17 @@ def test_a_leaf_whose_shape_changes_is_refused(
 
 @transforms()
 @pytest.mark.parametrize("how", [{"ok": "sum"}, {"ok": "sum", "b": "sum"}, {"ok": ["sum"]}])
-def test_a_tree_of_words_that_is_no_prefix_is_refused(transform: Any, how: Any) -> None:
+def test_a_tree_of_words_that_is_no_prefix_is_refused(transform, how):
     loss = with_aux(lambda x: x.sum())
     words = (f"aux_reduction={how!r} is no prefix", "aux")
     with refused(ValueError, *words, given=PARAMS, loss=loss, calls=1):
         run(transform, loss, how, 5)
 
 
-def test_a_tree_of_words_without_an_aux_is_refused() -> None:
+def test_a_tree_of_words_without_an_aux_is_refused():
     """A loss with buffers returns a pair all the same."""
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         return squares(params, batch), buffers
 
     how = {"loss": "mean"}
@@ -106,14 +102,14 @@ def test_a_tree_of_words_without_an_aux_is_refused() -> None:
 @pytest.mark.parametrize(
     "changed", [lambda a: {"a": a, "b": a}, lambda a: [a], lambda a: None], ids=["leaf", "list", ""]
 )
-def test_an_aux_that_changes_its_structure_is_refused(transform: Any, changed: Any) -> None:
+def test_an_aux_that_changes_its_structure_is_refused(transform, changed):
     loss = Loss(lambda p, b: (squares(p, b), changed(b["x"]) if loss.calls > 1 else {"a": b["x"]}))
     with refused(ValueError, "another structure", "aux", given=PARAMS, loss=loss, calls=2):
         transform(loss, has_aux=True, microbatch_size=2)(PARAMS, make_batch(5))
 
 
 @transforms()
-def test_an_aux_of_no_rows_is_refused(transform: Any) -> None:
+def test_an_aux_of_no_rows_is_refused(transform):
     """The loss is never called: nobody knows what its aux would look like."""
     loss = with_aux(lambda x: x)
     words = ("no rows", "no aux", "has_aux=True")

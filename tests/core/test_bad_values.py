@@ -1,17 +1,14 @@
 """A bad value is no error: it makes the result NaN. And a batch of nothing has a result, too."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from tests.calls import ENGINES, NONFINITE
-from tests.refusals import PARAMS, Loss, Tensors, make_batch, squares
+from tests.refusals import PARAMS, Loss, make_batch, squares
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.promise("applied")]
@@ -20,12 +17,12 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 modes = pytest.mark.parametrize("nonfinite", NONFINITE)
 
 
-def weighing(params: Tensors, batch: Any) -> pa.Weighted:
+def weighing(params, batch):
     """Rows of which two weigh what the batch says of each."""
     return pa.Weighted((batch["x"] @ params["w"] + params["b"]).sum(), batch["weight"].sum() / 2)
 
 
-def all_nan(tree: Any) -> bool:
+def all_nan(tree):
     return all(bool(x.isnan().all()) for x in optree.tree_leaves(tree))
 
 
@@ -40,9 +37,7 @@ good = st.sampled_from([0.0, 1.0, 3.0, 2.0**40])
     at=st.integers(0, 4),
     size=st.sampled_from([None, 2, 100]),
 )
-def test_a_weight_that_is_none_makes_all_nan(
-    engine: Any, nonfinite: Any, weights: list[float], bad: float, at: int, size: int | None
-) -> None:
+def test_a_weight_that_is_none_makes_all_nan(engine, nonfinite, weights, bad, at, size):
     """Negative, infinite or NaN; also where the sum of all weights would be positive."""
     weights.insert(at, bad)
     at = weights.index(bad) if bad == bad else [w != w for w in weights].index(True)
@@ -52,7 +47,7 @@ def test_a_weight_that_is_none_makes_all_nan(
         "x": torch.ones(2 * len(weights), 2),
         "weight": torch.tensor(weights, dtype=torch.float64).repeat_interleave(2),
     }
-    knobs: Any = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": size}
+    knobs = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": size}
     assert all_nan(pa.grad_and_value(weighing, **knobs)(PARAMS, batch))
     assert all_nan(pa.grad(weighing, **knobs)(PARAMS, batch))
     assert all_nan(pa.value(weighing, microbatch_size=size)(PARAMS, batch))
@@ -64,8 +59,8 @@ def test_a_weight_that_is_none_makes_all_nan(
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_python_number_that_is_no_weight_makes_all_nan(bad: float) -> None:
-    def loss(params: Tensors, batch: Any) -> pa.Weighted:
+def test_a_python_number_that_is_no_weight_makes_all_nan(bad):
+    def loss(params, batch):
         return pa.Weighted(squares(params, batch), bad)
 
     assert all_nan(pa.grad_and_value(loss, microbatch_size=2)(PARAMS, make_batch()))
@@ -74,9 +69,7 @@ def test_a_python_number_that_is_no_weight_makes_all_nan(bad: float) -> None:
 @engines
 @modes
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_mean_over_no_rows_is_nan_with_gradient_zero(
-    engine: Any, nonfinite: Any, size: int
-) -> None:
+def test_a_mean_over_no_rows_is_nan_with_gradient_zero(engine, nonfinite, size):
     """The loss is not called: nobody promised that it stands an empty batch."""
     for returns in (squares, weighing):
         loss = Loss(returns)
@@ -91,8 +84,8 @@ def test_a_mean_over_no_rows_is_nan_with_gradient_zero(
 
 @engines
 @modes
-def test_a_sum_over_no_rows_is_zero(engine: Any, nonfinite: Any) -> None:
-    knobs: Any = {"microbatch_size": 2, "reduction": "sum"}
+def test_a_sum_over_no_rows_is_zero(engine, nonfinite):
+    knobs = {"microbatch_size": 2, "reduction": "sum"}
     grads, value = pa.grad_and_value(squares, engine=engine, nonfinite=nonfinite, **knobs)(
         PARAMS, make_batch(0)
     )
@@ -103,9 +96,7 @@ def test_a_sum_over_no_rows_is_zero(engine: Any, nonfinite: Any) -> None:
 
 @pytest.mark.parametrize(("reduction", "value"), [("mean", torch.nan), ("sum", 0.0)])
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_state_that_saw_nothing_has_gradient_zero(
-    reduction: Any, value: float, donate: bool
-) -> None:
+def test_a_state_that_saw_nothing_has_gradient_zero(reduction, value, donate):
     acc = pa.accumulator(squares, reduction=reduction)
     grads, came = acc.finalize(acc.init(PARAMS), donate=donate)
     assert optree.tree_all(optree.tree_map(_zeros_like, grads, PARAMS))
@@ -115,9 +106,7 @@ def test_a_state_that_saw_nothing_has_gradient_zero(
 @engines
 @modes
 @pytest.mark.parametrize("donate", [False, True])
-def test_an_empty_microbatch_of_a_stream_changes_no_mean(
-    engine: Any, nonfinite: Any, donate: bool
-) -> None:
+def test_an_empty_microbatch_of_a_stream_changes_no_mean(engine, nonfinite, donate):
     """Its own mean is NaN; it is counted, as one that was finite, and weighs nothing."""
     acc = pa.accumulator(squares, engine=engine, nonfinite=nonfinite)
     state = acc.update(acc.init(PARAMS), PARAMS, make_batch(3))
@@ -128,9 +117,9 @@ def test_an_empty_microbatch_of_a_stream_changes_no_mean(
 
 
 @pytest.mark.parametrize("batch", [torch.ones(0), {"x": torch.ones(0, 3), "training": True}])
-def test_a_batch_without_rows_has_no_microbatches(batch: Any) -> None:
+def test_a_batch_without_rows_has_no_microbatches(batch):
     assert list(pa.microbatches(batch, 2)) == []
 
 
-def _zeros_like(x: Tensor, like: Tensor) -> bool:
+def _zeros_like(x, like):
     return x.dtype == like.dtype and torch.equal(x, torch.zeros_like(like))

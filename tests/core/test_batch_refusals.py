@@ -5,7 +5,6 @@ A microbatch of a stream needs no rows unless its loss is a mean over them, whic
 
 import warnings
 from collections import UserDict
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.refusals import (
     PARAMS,
     RECEIVERS,
     Loss,
-    Receiver,
     make_batch,
     receivers,
     refused,
@@ -33,7 +31,7 @@ from tests.tables import each_once
 
 pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
 X = make_batch()["x"]
-UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+UNCUT = {
     "fewer rows": (
         {"x": X, "y": torch.ones(3, 5)},
         ValueError,
@@ -41,25 +39,17 @@ UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     ),
     "0-d": ({"x": X, "y": torch.tensor(2.0)}, ValueError, ("['y'] is a 0-d tensor", "scalar")),
     "only 0-d": (torch.tensor(2.0), ValueError, (" is a 0-d tensor", "one row per sample")),
-    "deep": (
-        {"x": X, "y": [(X, torch.tensor(1.0))]},
-        ValueError,
-        ("['y'][0][1] is a 0-d tensor",),
-    ),
+    "deep": ({"x": X, "y": [(X, torch.tensor(1.0))]}, ValueError, ("['y'][0][1] is a 0-d tensor",)),
     "array": (
         {"x": X, "y": np.ones(4)},
         TypeError,
-        (
-            "['y'] is a numpy.ndarray",
-            "a batch holds tensors",
-            "torch.as_tensor",
-        ),
+        ("['y'] is a numpy.ndarray", "a batch holds tensors", "torch.as_tensor"),
     ),
     "only an array": (np.ones((4, 2)), TypeError, (" is a numpy.ndarray", "torch.as_tensor")),
     "number of numpy": ({"x": X, "y": np.int64(3)}, TypeError, ("['y'] is a numpy.int64",)),
     "an iterator": ({"x": X, "y": iter("ab")}, TypeError, ("['y'] is a builtins.", "an iterator")),
 }
-HELD: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+HELD = {
     "numbers": (
         {"x": X, "y": [1, 2, 3, 4]},
         ValueError,
@@ -82,9 +72,7 @@ UNCOUNTED = {
 
 
 @each_once("to, batch, error, words", RECEIVERS, UNCUT)
-def test_a_leaf_that_cannot_be_cut_is_refused(
-    to: Receiver, batch: Any, error: Any, words: Any
-) -> None:
+def test_a_leaf_that_cannot_be_cut_is_refused(to, batch, error, words):
     loss = Loss(lambda params, batch: params["w"].sum())
     named = (to.batch + words[0], *words[1:])
     calls = int(error is ValueError and to in STREAMS)
@@ -94,7 +82,7 @@ def test_a_leaf_that_cannot_be_cut_is_refused(
 
 @receivers("update", "donated update")
 @pytest.mark.parametrize(("batch", "came"), UNCOUNTED.values(), ids=UNCOUNTED)
-def test_a_batch_without_rows_to_cut_is_refused(to: Receiver, batch: Any, came: str) -> None:
+def test_a_batch_without_rows_to_cut_is_refused(to, batch, came):
     loss = Loss(squares)
     with refused(ValueError, "holds no tensor", came, "one row per sample", loss=loss):
         to.run(loss, PARAMS, batch)
@@ -111,7 +99,7 @@ SPARSE = ("is a tensor of layout torch.", "x.to_dense()")
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr)
 CHANNELS = torch.tensor([0.5, 0.25])
 with warnings.catch_warnings(action="ignore"):  # of prototypes
-    WHOLE: dict[str, tuple[torch.Tensor, tuple[str, ...]]] = {
+    WHOLE = {
         "jagged": (JAGGED, PADDED),
         "strided nested": (torch.nested.nested_tensor(PARTS), PADDED),
         "COO": (DENSE.to_sparse(), SPARSE),
@@ -126,17 +114,17 @@ with warnings.catch_warnings(action="ignore"):  # of prototypes
     }
 
 
-def plain(x: torch.Tensor) -> torch.Tensor:
+def plain(x):
     if x.is_nested:
         return x.values() if x.layout == torch.jagged else x.to_padded_tensor(0.0)
     return x.dequantize() if x.is_quantized else x.to_dense()
 
 
-def scaled(params: Any, batch: Any) -> torch.Tensor:
+def scaled(params, batch):
     return (params["b"] * plain(batch["x"])).sum()
 
 
-CUTTING: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+CUTTING = {
     "one row": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=1)(PARAMS, b)),
     "all rows": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=9)(PARAMS, b)),
     "a list": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=[1, 3])(PARAMS, b)),
@@ -149,23 +137,23 @@ CUTTING: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-def a_step(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+def a_step(loss, **knobs):
     step = pa.make_step(loss, pa.sgd(0.1), reduction="sum", **knobs)
     return lambda batch: step(step.init(PARAMS), batch)[1].loss
 
 
-def a_stream(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+def a_stream(loss, **knobs):
     acc = pa.accumulator(loss, reduction="sum", **knobs)
     return lambda batch: acc.finalize(acc.update(acc.init(PARAMS), PARAMS, batch))[1]
 
 
-def a_stream_of_a_step(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+def a_stream_of_a_step(loss, **knobs):
     step = pa.make_step(loss, pa.sgd(0.1), reduction="sum", **knobs)
     state = step.init(PARAMS)
     return lambda batch: step.apply(state, step.update(state, step.begin(state), batch))[1].loss
 
 
-def a_value(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+def a_value(loss, **knobs):
     return lambda batch: pa.grad_and_value(loss, reduction="sum", **knobs)(PARAMS, batch)[1]
 
 
@@ -178,9 +166,7 @@ UNCUTTING = {
 
 
 @each_once("root, run, x, words", CUTTING, {k: x for k, x in WHOLE.items() if k != "jagged"})
-def test_a_tensor_that_torch_does_not_split_is_refused(
-    root: str, run: Any, x: Any, words: Any
-) -> None:
+def test_a_tensor_that_torch_does_not_split_is_refused(root, run, x, words):
     loss = Loss(scaled)
     first, *rest = words
     with refused(TypeError, f"{root}['x'] {first}", *rest, "microbatch_size=None", loss=loss):
@@ -188,13 +174,13 @@ def test_a_tensor_that_torch_does_not_split_is_refused(
 
 
 @pytest.mark.parametrize("x", [JAGGED, DENSE.to_sparse()])
-def test_a_tensor_that_torch_does_not_split_is_refused_by_a_compiled_step(x: torch.Tensor) -> None:
+def test_a_tensor_that_torch_does_not_split_is_refused_by_a_compiled_step(x):
     with refused(TypeError, "batch['x'] is a", f"layout {x.layout}", "compile" * x.is_nested):
         a_step(scaled, microbatch_size=2, compile={"backend": "eager"})({"x": x})
 
 
 @each_once("x, whole", {name: x for name, (x, _) in WHOLE.items()}, UNCUTTING)
-def test_a_tensor_that_torch_does_not_split_is_taken_whole(x: Any, whole: Any) -> None:
+def test_a_tensor_that_torch_does_not_split_is_taken_whole(x, whole):
     """By the engine that can: the error of the other one names it, and "auto" takes it."""
     batch = {"x": x}
     compressed = VERSION < (2, 15) and x.layout in COMPRESSED  # since then torch.func takes them
@@ -205,7 +191,7 @@ def test_a_tensor_that_torch_does_not_split_is_taken_whole(x: Any, whole: Any) -
     assert whole(scaled, engine="auto")(batch) == plain(x).sum()
 
 
-def test_a_nested_tensor_of_other_rows_is_named() -> None:
+def test_a_nested_tensor_of_other_rows_is_named():
     for nested in (JAGGED, torch.nested.nested_tensor(PARTS)):
         with refused(ValueError, "['y'] has 3 rows (shape (3,)) where", "['x'] has 4 ("):
             a_step(squares)({"x": nested, "y": torch.ones(3)})
@@ -213,7 +199,7 @@ def test_a_nested_tensor_of_other_rows_is_named() -> None:
 
 @receivers()
 @given(data=st.data())
-def test_whichever_leaf_disagrees_is_named(to: Receiver, data: st.DataObject) -> None:
+def test_whichever_leaf_disagrees_is_named(to, data):
     """One leaf of a random tree has other rows than the rest: the error says which."""
     trees = st.recursive(
         st.just(3),
@@ -233,9 +219,7 @@ def test_whichever_leaf_disagrees_is_named(to: Receiver, data: st.DataObject) ->
 
 
 @each_once("to, batch, error, words", RECEIVERS, HELD)
-def test_what_might_be_rows_and_is_not_cut_is_refused(
-    to: Receiver, batch: Any, error: Any, words: Any
-) -> None:
+def test_what_might_be_rows_and_is_not_cut_is_refused(to, batch, error, words):
     loss = Loss(lambda params, batch: params["w"].sum())
     if to in STREAMS:  # in which nothing is cut
         to.run(loss, PARAMS, batch)
@@ -247,18 +231,18 @@ def test_what_might_be_rows_and_is_not_cut_is_refused(
 class Strange(UserDict[str, Any]):
     """A mapping that cannot be made of its items alone."""
 
-    def __init__(self, items: Any, needed: int) -> None:
+    def __init__(self, items, needed):
         super().__init__(items)
 
 
-def test_a_mapping_that_cannot_be_made_again_is_refused() -> None:
+def test_a_mapping_that_cannot_be_made_again_is_refused():
     with refused(TypeError, "args holds a tests", "Strange({...})", "needed", "dict(...)"):
         pa.grad(squares, microbatch_size=2)(PARAMS, Strange({"x": X}, 1))
 
 
-def test_what_no_graph_can_be_given_is_refused_by_a_compiled_step() -> None:
+def test_what_no_graph_can_be_given_is_refused_by_a_compiled_step():
     texts = {"x": X, "y": [*"abcd"]}
-    graphs: Any = {"compile": {"backend": "eager"}}
+    graphs = {"compile": {"backend": "eager"}}
     for size in (2, None):
         step = pa.make_step(squares, pa.sgd(0.1), microbatch_size=size, **graphs)
         state = step.init(PARAMS)
@@ -268,7 +252,7 @@ def test_what_no_graph_can_be_given_is_refused_by_a_compiled_step() -> None:
         step.window(state, [texts])
 
 
-def test_several_batches_that_disagree_are_named_by_their_arguments() -> None:
+def test_several_batches_that_disagree_are_named_by_their_arguments():
     with refused(ValueError, "args[2] has 3 rows", "args[1]['x'] has 4"):
         pa.grad(squares, batch_argnums=(1, 2), microbatch_size=2)(
             PARAMS, make_batch(), torch.ones(3)

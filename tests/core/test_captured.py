@@ -7,7 +7,6 @@ the cause: never another number.
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -35,21 +34,21 @@ class Times(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(c: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(c, x):
         return c * x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx, g):
         c, x = ctx.saved_tensors
         return (g * x).sum(0), g * c
 
     @staticmethod
-    def jvp(ctx: Any, c: Tensor, x: Tensor) -> Tensor:
+    def jvp(ctx, c, x):
         was, at = ctx.saved_tensors
         return c * at + was * x
 
@@ -58,12 +57,12 @@ class OldTimes(torch.autograd.Function):
     """As they were before setup_context; torch.func refuses it."""
 
     @staticmethod
-    def forward(ctx: Any, c: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, c, x):
         ctx.save_for_backward(c, x)
         return c * x
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx, g):
         c, x = ctx.saved_tensors
         return (g * x).sum(0), g * c
 
@@ -71,40 +70,40 @@ class OldTimes(torch.autograd.Function):
 class Layer(nn.Module):
     """A parameter in a module that is called inside."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Module()
         self.inner.c = nn.Parameter(torch.zeros(3, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.inner.c
 
 
 @torch.jit.script
-def scripted(c: Tensor, x: Tensor) -> Tensor:
+def scripted(c, x):
     return c * x
 
 
-def written(c: Tensor, x: Tensor) -> Tensor:
+def written(c, x):
     h = x.clone()
     h *= c
     h[:, 0] += c[1]
     return h
 
 
-def unrecorded(c: Tensor, x: Tensor) -> Tensor:
+def unrecorded(c, x):
     with torch.no_grad():
         constant = c.sin()
     return x * c * constant
 
 
-def helper(c: Tensor) -> Callable[[Tensor], Tensor]:
+def helper(c):
     """Several functions up."""
     return lambda x: (lambda y: y * c)(x)
 
 
 layer, functional_layer = Layer(), pa.functional(Layer())
-BODIES: dict[str, Body] = {
+BODIES = {
     "closure": lambda c, x: x * c,
     "a closure's closure": lambda c, x: helper(c)(x),
     "view": lambda c, x: x * c[None].T.T[0],
@@ -116,8 +115,8 @@ BODIES: dict[str, Body] = {
     "under no_grad": unrecorded,
     "module": lambda c, x: functional_call(layer, {"inner.c": c}, (x,)),
     "functional": lambda c, x: functional_layer.apply({"inner.c": c}, (), x)[0],
-    "Function": Times.apply,  # pyright: ignore
-    "old Function": OldTimes.apply,  # pyright: ignore
+    "Function": Times.apply,
+    "old Function": OldTimes.apply,
     "script": scripted,
     "inner grad": lambda c, x: grad(lambda y: (y.sin() * c).sum())(x),
     "inner grad of it": lambda c, x: x * grad(lambda k: (k.sin() * c).sum())(c),
@@ -133,21 +132,21 @@ BODIES: dict[str, Body] = {
 }
 
 
-def backward(f: Any, c: Tensor) -> Tensor:
+def backward(f, c):
     c = c.detach().requires_grad_()
     return torch.autograd.grad(f(c), c)[0]
 
 
-def twice(f: Any, c: Tensor) -> Tensor:
+def twice(f, c):
     c = c.detach().requires_grad_()
     first = torch.autograd.grad(f(c), c, create_graph=True)[0]
     return torch.autograd.grad(first.square().sum(), c)[0]
 
 
-def step_with_rate(f: Any, c: Tensor) -> Tensor:
+def step_with_rate(f, c):
     """With respect to a learning rate, after a step whose loss captures the tensor and it."""
 
-    def after(rate: Tensor) -> Tensor:
+    def after(rate):
         step = pa.make_step(lambda p, b: f(p * rate.cos()), pa.sgd(lambda _: rate))
         return f(step(step.init(c), torch.zeros(1, 1, dtype=c.dtype))[0].params)
 
@@ -155,7 +154,7 @@ def step_with_rate(f: Any, c: Tensor) -> Tensor:
 
 
 SCALES = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-AROUND: dict[str, Callable[[Any, Tensor], Any]] = {
+AROUND = {
     "grad": lambda f, c: grad(f)(c),
     "jvp": lambda f, c: jvp(f, (c,), (c.cos(),))[1],
     "vmap": lambda f, c: vmap(lambda s: f(s * c))(SCALES),
@@ -182,17 +181,15 @@ REFUSED = (
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @examples(1 / 4, fewest=8)  # each is fifteen transforms: 0.2 s
 @given(st.sampled_from([1, 2, 3, [1, 4], 5]), st.sampled_from(["all", "the last"]), seeds())
-def test_a_captured_tensor_has_its_derivatives(
-    body: Body, size: Any, where: str, seed: int
-) -> None:
+def test_a_captured_tensor_has_its_derivatives(body, size, where, seed):
     """In all microbatches, or in the last alone: an expert that the others do not need."""
     g = generator(seed)
     c, x = (torch.randn(n, generator=g, dtype=torch.float64) for n in (3, (ROWS, 3)))
     used = torch.arange(ROWS) == ROWS - 1
 
-    def of(cut: bool) -> Callable[[Tensor], Tensor]:
-        def loss(c: Tensor) -> Tensor:
-            def rows(x: Tensor, used: Tensor) -> Tensor:
+    def of(cut):
+        def loss(c):
+            def rows(x, used):
                 if where == "all" or used.any():
                     h = body(c, x)[:, :3]
                     return torch.where(used[:, None], h, h if where == "all" else x)
@@ -225,7 +222,7 @@ def test_a_captured_tensor_has_its_derivatives(
 class Network(nn.Module):
     """Its MLP is cut inside of ``forward``, and called twice."""
 
-    def __init__(self, cut: bool) -> None:
+    def __init__(self, cut):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(3, 4)
@@ -233,7 +230,7 @@ class Network(nn.Module):
         self.cut = cut
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         mlp = pa.microbatch(self.mlp, microbatch_size=2, batch_argnums=0) if self.cut else self.mlp
         h = self.first(x)
         return (h + mlp(mlp(h))).tanh()
@@ -249,16 +246,16 @@ class Network(nn.Module):
         ),
     ],
 )
-def test_a_part_of_a_network_is_cut_inside_of_it(around: str, by: str) -> None:
+def test_a_part_of_a_network_is_cut_inside_of_it(around, by):
     """With other parameters than its own, by either way of calling it, and with its own."""
     x = torch.randn(ROWS, 3, dtype=torch.float64)
-    results: list[Any] = []
+    results = []
     for cut in (True, False):
         net = Network(cut)
         fn = pa.functional(net)
         names, sizes = [*fn.params], [p.numel() for p in fn.params.values()]
 
-        def loss(flat: Tensor, net: Any = net, fn: Any = fn, names: Any = names) -> Tensor:
+        def loss(flat, net=net, fn=fn, names=names):
             parts = flat.split([p.numel() for p in fn.params.values()])
             params = {k: v.view_as(fn.params[k]) for k, v in zip(names, parts, strict=True)}
             called = (
@@ -269,7 +266,7 @@ def test_a_part_of_a_network_is_cut_inside_of_it(around: str, by: str) -> None:
         if by == "its own":
             z = net(x)
             (z @ z.T).sin().sum().backward()
-            results.append(torch.cat([p.grad.flatten() for p in net.parameters()]))  # pyright: ignore
+            results.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
         else:
             point = torch.linspace(-1, 1, sum(sizes), dtype=torch.float64)
             results.append(AROUND[around](loss, point))
@@ -278,18 +275,18 @@ def test_a_part_of_a_network_is_cut_inside_of_it(around: str, by: str) -> None:
     assert (got - want).norm() <= BOUND * want.norm()
 
 
-def test_a_tensor_that_cannot_be_exchanged_is_refused() -> None:
+def test_a_tensor_that_cannot_be_exchanged_is_refused():
     """One that was made in a call before, from what is differentiated, and kept."""
-    kept: list[Tensor] = []
+    kept = []
 
-    def rows(c: Tensor, x: Tensor) -> Tensor:
+    def rows(c, x):
         if is_dropped():
             return x
         if not kept or (captures_are_sought() and len(kept) == 1):  # anew where it is watched
             kept.append(c * 2)
         return x * kept[-1]
 
-    def loss(c: Tensor) -> Tensor:
+    def loss(c):
         kept.clear()
         return pa.microbatch(lambda x: rows(c, x), microbatch_size=2, batch_argnums=0)(x).sum()
 
@@ -304,40 +301,40 @@ class Product(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(c: Tensor, x: Tensor) -> Tensor:  # pyright: ignore
+    def forward(c, x):
         return (c * x).sum()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
+    def backward(ctx, *cotangents):
         c, x = ctx.saved_tensors
         return cotangents[0] * x.sum(0), cotangents[0] * c.expand_as(x)
 
 
-def product(c: Tensor, x: Tensor) -> Tensor:
+def product(c, x):
     return (c * x).sum()
 
 
-def assigned(c: Tensor, x: Tensor) -> Tensor:
+def assigned(c, x):
     new = torch.zeros_like(x)
     new[:] = c
     return (new * x).sum()
 
 
-HANDED_ON: dict[str, Callable[..., Tensor]] = {
+HANDED_ON = {
     "to an assignment": lambda c, w, x: assigned(c, x),
     "to remat": lambda c, w, x: pa.remat(product)(c, x),
     "to remat, and more": lambda c, w, x: pa.remat(product)(c, x) * (w * x).sum(),
     "to a microbatched function": lambda c, w, x: pa.microbatch(
         product, microbatch_size=1, reduce="sum"
     )(c, x),
-    "to a Function": lambda c, w, x: Product.apply(c, x),  # pyright: ignore
-    "to a Function, and more": lambda c, w, x: Product.apply(c, x) + (w * x).sum(),  # pyright: ignore
+    "to a Function": lambda c, w, x: Product.apply(c, x),
+    "to a Function, and more": lambda c, w, x: Product.apply(c, x) + (w * x).sum(),
     "to a Function, later": lambda c, w, x: (
-        Product.apply(c, x) if x[0, 0] == ROWS - 1 else (c * w * x).sum()  # pyright: ignore
+        Product.apply(c, x) if x[0, 0] == ROWS - 1 else (c * w * x).sum()
     ),
 }
 
@@ -345,15 +342,15 @@ HANDED_ON: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("by", ["backward", "torch.func"])
 @pytest.mark.parametrize("word", ["sum", "stack"])
 @pytest.mark.parametrize("name", HANDED_ON)
-def test_a_captured_tensor_that_is_handed_on(name: str, word: str, by: str) -> None:
+def test_a_captured_tensor_that_is_handed_on(name, word, by):
     """To what is no operation, or to one that returns nothing: another function, a Function."""
     x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
     c, w = torch.tensor([1.0, 2, 3]).double(), torch.tensor([2.0, -1, 1]).double()
-    got: list[Any] = []
+    got = []
     for cut in (False, True):
 
-        def loss(c: Tensor, w: Tensor, cut: bool = cut) -> Tensor:
-            def func(w: Tensor, x: Tensor) -> Tensor:
+        def loss(c, w, cut=cut):
+            def func(w, x):
                 return HANDED_ON[name](c, w, x)
 
             if cut:
@@ -371,14 +368,12 @@ def test_a_captured_tensor_that_is_handed_on(name: str, word: str, by: str) -> N
 
 @pytest.mark.parametrize("word", ["sum", "stack"])
 @pytest.mark.parametrize("name", ["to a Function, and more", "to a Function, later"])
-def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(
-    name: str, word: str
-) -> None:
+def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(name, word):
     """Torch.func lets modes see what a Function is given, and autograd, run again, does not."""
     x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
     c, w = torch.tensor([1.0, 2, 3]).double().requires_grad_(), torch.ones(3).double()
 
-    def loss(w: Tensor) -> Tensor:
+    def loss(w):
         func = lambda w, x: HANDED_ON[name](c, w, x)  # noqa: E731
         return pa.microbatch(func, microbatch_size=1, reduce=word)(w, x).sum().sin()
 

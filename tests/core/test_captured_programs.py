@@ -27,42 +27,42 @@ X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
 SIZE = 2
 Cut = Callable[..., Any]
 Grads = Sequence[Tensor | None]
-PROGRAMS: dict[str, Callable[[Cut], Grads]] = {}
+PROGRAMS = {}
 
 
-def program(run: Callable[[Cut], Grads]) -> Callable[[Cut], Grads]:
+def program(run):
     PROGRAMS[run.__name__.replace("_", " ")] = run
     return run
 
 
-def network(seed: int = 0) -> nn.Sequential:
+def network(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
-def end(z: Tensor) -> Tensor:
+def end(z):
     return (z @ z.T).sin().sum()
 
 
-def leaf(*numbers: float) -> Tensor:
+def leaf(*numbers):
     return torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
 
 
-def grads(*modules: nn.Module) -> Grads:
+def grads(*modules):
     return [p.grad for module in modules for p in module.parameters()]
 
 
-def which(x: Tensor) -> int:
+def which(x):
     """The microbatch of some rows."""
     return 0 if x[0, 0] < -0.9 else 1 if x[0, 0] < 0.1 else 2
 
 
-def plainly(func: Any, **_: Any) -> Any:
+def plainly(func, **_):
     """Microbatch for microbatch, without ``pa.microbatch``."""
     return lambda x, *whole: torch.cat([func(part, *whole) for part in x.split(SIZE)])
 
 
-def cut(func: Any, **knobs: Any) -> Any:
+def cut(func, **knobs):
     return pa.microbatch(func, microbatch_size=SIZE, batch_argnums=0, **knobs)
 
 
@@ -70,7 +70,7 @@ def cut(func: Any, **knobs: Any) -> Any:
 
 
 @program
-def experts_in_a_list(cut: Cut) -> Grads:
+def experts_in_a_list(cut):
     experts = [network(i) for i in range(3)]
     end(cut(lambda x: experts[which(x)](x))(X)).backward()
     return grads(*experts)
@@ -79,7 +79,7 @@ def experts_in_a_list(cut: Cut) -> Grads:
 class Mixture(nn.Module):
     """Cuts its batch inside of ``forward``, by a function that holds no more than the module."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(3, 3)
@@ -88,12 +88,12 @@ class Mixture(nn.Module):
         self.double()
         self.cut = cut
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         both = torch.cat([x, self.first(x)], 1)
         return self.cut(lambda z: self.experts[which(z)](z[:, 3:]) * self.scale)(both)
 
 
-def put_in(cut: Cut, trained: str) -> Grads:
+def put_in(cut, trained):
     """The gradients of parameters that another call has put in: those with such a name."""
     mixture = Mixture(cut)
     params = {
@@ -106,18 +106,18 @@ def put_in(cut: Cut, trained: str) -> Grads:
 
 
 @program
-def experts_that_another_call_has_put_in(cut: Cut) -> Grads:
+def experts_that_another_call_has_put_in(cut):
     """Frozen ones too, of which no graph tells: the first microbatch calls none of them."""
     return put_in(cut, "weight")
 
 
 @program
-def frozen_experts_that_another_call_has_put_in(cut: Cut) -> Grads:
+def frozen_experts_that_another_call_has_put_in(cut):
     return put_in(cut, "first")
 
 
 @program
-def what_another_tensor_was_computed_of(cut: Cut) -> Grads:
+def what_another_tensor_was_computed_of(cut):
     log = leaf(0.3)
     rate = log.exp()
     rate.retain_grad()
@@ -126,11 +126,11 @@ def what_another_tensor_was_computed_of(cut: Cut) -> Grads:
 
 
 @program
-def what_another_thread_has_computed(cut: Cut) -> Grads:
+def what_another_thread_has_computed(cut):
     """Operations are counted per thread: here by more than in this one."""
     log, made = leaf(0.3), list[Tensor]()
 
-    def work() -> None:
+    def work():
         y = log
         for _ in range(3000):
             y = y * 1
@@ -144,7 +144,7 @@ def what_another_thread_has_computed(cut: Cut) -> Grads:
 
 
 @program
-def in_another_thread(cut: Cut) -> Grads:
+def in_another_thread(cut):
     w = leaf(1, 2, 3)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: [w * 1 for _ in range(3000)]).result()
@@ -153,7 +153,7 @@ def in_another_thread(cut: Cut) -> Grads:
 
 
 @program
-def as_a_sum_that_nobody_sees(cut: Cut) -> Grads:
+def as_a_sum_that_nobody_sees(cut):
     """It is the caller's own tensor, and is not written to."""
     w = leaf(1, 2, 3)
     twice = w * 2
@@ -163,7 +163,7 @@ def as_a_sum_that_nobody_sees(cut: Cut) -> Grads:
 
 
 @program
-def beside_an_argument(cut: Cut) -> Grads:
+def beside_an_argument(cut):
     w = leaf(1, 2, 3)
     rows = w * X
     end(cut(lambda x: x * w + x.sin())(rows)).backward()
@@ -171,24 +171,24 @@ def beside_an_argument(cut: Cut) -> Grads:
 
 
 @program
-def as_an_output(cut: Cut) -> Grads:
+def as_an_output(cut):
     w = leaf(1, 2, 3)
     end(cut(lambda x: w.expand(len(x), 3))(X) * X).backward()
     return [w.grad]
 
 
 @program
-def a_constant_beside_it(cut: Cut) -> Grads:
+def a_constant_beside_it(cut):
     w = leaf(1, 2, 3)
     end(cut(lambda x: x * w.detach() * 2 + x * w[0])(X)).backward()
     return [w.grad]
 
 
 @program
-def under_no_grad_alone(cut: Cut) -> Grads:
+def under_no_grad_alone(cut):
     v, w = leaf(1, 2, 3), leaf(1, 2, 3)
 
-    def of(x: Tensor) -> Tensor:
+    def of(x):
         with torch.no_grad():
             constant = v.exp()
         return x * constant * w
@@ -198,7 +198,7 @@ def under_no_grad_alone(cut: Cut) -> Grads:
 
 
 @program
-def a_large_one(cut: Cut) -> Grads:
+def a_large_one(cut):
     """Whose gradients are added in place."""
     w = torch.ones(400, 400, dtype=torch.float64, requires_grad=True)
     end(cut(lambda x: x @ w[:3, :3])(X) / 8).backward()
@@ -206,10 +206,10 @@ def a_large_one(cut: Cut) -> Grads:
 
 
 @program
-def in_a_cut_inside(cut: Cut) -> Grads:
+def in_a_cut_inside(cut):
     net, k = network(), leaf(0.5)
 
-    def of(x: Tensor) -> Tensor:
+    def of(x):
         rate = k.exp()
         return pa.microbatch(lambda y: net(y) * rate * k, microbatch_size=1, batch_argnums=0)(x)
 
@@ -218,47 +218,47 @@ def in_a_cut_inside(cut: Cut) -> Grads:
 
 
 @program
-def in_a_scripted_module(cut: Cut) -> Grads:
-    scripted: Any = torch.jit.script(network())
+def in_a_scripted_module(cut):
+    scripted = torch.jit.script(network())
     end(cut(scripted)(X)).backward()
     return grads(scripted)
 
 
 @program
-def in_a_sparse_embedding(cut: Cut) -> Grads:
+def in_a_sparse_embedding(cut):
     torch.manual_seed(1)
     table = nn.Embedding(10, 3, sparse=True).double()
     end(cut(table)(torch.tensor([1, 2, 3, 1, 2]))).backward()
-    return [table.weight.grad.to_dense()]  # pyright: ignore
+    return [table.weight.grad.to_dense()]
 
 
 @program
-def a_sparse_one(cut: Cut) -> Grads:
+def a_sparse_one(cut):
     w = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
     end(cut(lambda x: torch.sparse.mm(w, x.T).T)(X)).backward()
-    return [w.grad.to_dense()]  # pyright: ignore
+    return [w.grad.to_dense()]
 
 
 @program
-def in_a_sparse_embedding_of_later_rows(cut: Cut) -> Grads:
+def in_a_sparse_embedding_of_later_rows(cut):
     """Its gradient is none at first, and then a sparse one."""
     torch.manual_seed(1)
     table, w = nn.Embedding(10, 3, sparse=True).double(), leaf(1, 2, 3)
     end(
         cut(lambda x: x * w if which(x) == 0 else table(which(x) + x[:, 0].long() * 0) * w)(X)
     ).backward()
-    return [table.weight.grad.to_dense(), w.grad]  # pyright: ignore
+    return [table.weight.grad.to_dense(), w.grad]
 
 
 @program
-def in_a_parametrization(cut: Cut) -> Grads:
+def in_a_parametrization(cut):
     normed = nn.utils.parametrizations.weight_norm(network()[0])
     end(cut(normed)(X)).backward()
     return grads(normed)
 
 
 @program
-def in_a_transform_inside(cut: Cut) -> Grads:
+def in_a_transform_inside(cut):
     net, w = network(), leaf(1, 2, 3)
     each = torch.func.vmap(torch.func.grad(lambda row: net(row).sin().sum()))
     end(cut(lambda x: each(x * w))(X)).backward()
@@ -269,21 +269,21 @@ class Doubled(torch.autograd.Function):
     """Keeps its graph alive: a cycle leads through what it notes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x):
         ctx.noted, ctx.itself = x * 2, ctx
         return ctx.noted
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, g):
         return g * 2
 
 
 @program
-def beside_leaves_that_are_made_inside(cut: Cut) -> Grads:
+def beside_leaves_that_are_made_inside(cut):
     """A gradient penalty; and one whose leaves outlive the microbatch."""
     net, other = network(), network(1)
 
-    def penalty(x: Tensor, f: Any) -> Tensor:
+    def penalty(x, f):
         y = x.detach().requires_grad_()
         (g,) = torch.autograd.grad(f(y).square().sum(), y, create_graph=True)
         return g.square().sum(1, keepdim=True) + f(x)
@@ -297,29 +297,29 @@ def beside_leaves_that_are_made_inside(cut: Cut) -> Grads:
 
 
 @program
-def a_hook_sees_the_whole_gradient(cut: Cut) -> Grads:
+def a_hook_sees_the_whole_gradient(cut):
     net, came = network(), list[Tensor]()
-    net[0].weight.register_hook(lambda g: came.append(g) or g * 2)  # pyright: ignore
+    net[0].weight.register_hook(lambda g: came.append(g) or g * 2)
     end(cut(net)(X)).backward()
     return [torch.tensor(float(len(came))), *came, *grads(net)]
 
 
 @program
-def a_hook_after_the_gradient_runs_once(cut: Cut) -> Grads:
+def a_hook_after_the_gradient_runs_once(cut):
     net, came = network(), list[Tensor]()
-    net[0].weight.register_post_accumulate_grad_hook(lambda p: came.append(p.grad.clone()))  # pyright: ignore
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: came.append(p.grad.clone()))
     end(cut(net)(X)).backward()
     return [torch.tensor(float(len(came))), *came, *grads(net)]
 
 
 @program
-def by_rows_alone(cut: Cut) -> Grads:
+def by_rows_alone(cut):
     x = X.clone().requires_grad_()
     return torch.autograd.grad(end(cut(network())(x)), x)
 
 
 @program
-def twice_over_one_graph(cut: Cut) -> Grads:
+def twice_over_one_graph(cut):
     net = network()
     total = end(cut(net)(X))
     total.backward(retain_graph=True)
@@ -328,7 +328,7 @@ def twice_over_one_graph(cut: Cut) -> Grads:
 
 
 @program
-def the_second_order(cut: Cut) -> Grads:
+def the_second_order(cut):
     net = network()
     found = torch.autograd.grad(end(cut(net)(X)), [*net.parameters()], create_graph=True)
     torch.stack([g.square().sum() for g in found]).sum().backward()
@@ -336,7 +336,7 @@ def the_second_order(cut: Cut) -> Grads:
 
 
 @program
-def the_third_order(cut: Cut) -> Grads:
+def the_third_order(cut):
     w = leaf(0.3, 0.2, 0.1)
     g = end(cut(lambda x: (x * w).sin())(X))
     for _ in range(2):
@@ -346,7 +346,7 @@ def the_third_order(cut: Cut) -> Grads:
 
 
 @program
-def through_steps_of_a_learner(cut: Cut) -> Grads:
+def through_steps_of_a_learner(cut):
     """Whose functions capture what the step before has computed."""
     net = network()
     first = dict(net.named_parameters())
@@ -360,22 +360,22 @@ def through_steps_of_a_learner(cut: Cut) -> Grads:
 
 
 @program
-def levels_in_levels(cut: Cut) -> Grads:
+def levels_in_levels(cut):
     """Of torch.func, and under them plain autograd: each has its own graph."""
     net = network()
     params = {name: p.detach() for name, p in net.named_parameters()}
     sizes = [p.numel() for p in params.values()]
 
-    def of(flat: Tensor, x: Tensor) -> Tensor:
+    def of(flat, x):
         parts = zip(params.items(), flat.split(sizes), strict=True)
         return functional_call(net, {name: v.view_as(p) for (name, p), v in parts}, (x,))
 
-    def total(flat: Tensor, x: Tensor) -> Tensor:
+    def total(flat, x):
         return end(cut(lambda x: of(flat, x))(x)) + end(cut(partial(of, flat))(x * 2))
 
     flat = torch.cat([p.flatten() for p in params.values()])
 
-    def outer(s: Tensor) -> Tensor:
+    def outer(s):
         inner = torch.func.grad(lambda t: total(flat * t, X * s))(torch.ones_like(s))
         return inner + torch.func.grad(lambda v: total(v * s, X))(flat).square().sum()
 
@@ -386,7 +386,7 @@ def levels_in_levels(cut: Cut) -> Grads:
 
 
 @program
-def without_a_history(cut: Cut) -> Grads:
+def without_a_history(cut):
     """A gradient of torch.func in no_grad mode, by what requires grad."""
     net = network()
     params = dict(net.named_parameters())
@@ -397,29 +397,29 @@ def without_a_history(cut: Cut) -> Grads:
 
 
 @program
-def many_cotangents_at_once(cut: Cut) -> Grads:
+def many_cotangents_at_once(cut):
     net = network()
     each = torch.eye(15, dtype=torch.float64).view(15, 5, 3)
     return torch.autograd.grad(cut(net)(X), [*net.parameters()], each, is_grads_batched=True)
 
 
 @program
-def inside_of_a_checkpoint(cut: Cut) -> Grads:
+def inside_of_a_checkpoint(cut):
     net, w = network(), leaf(1, 2, 3)
     f = cut(net)
-    end(checkpoint(lambda w: f(X * w), w, use_reentrant=False)).backward()  # pyright: ignore
+    end(checkpoint(lambda w: f(X * w), w, use_reentrant=False)).backward()
     return [w.grad, *grads(net)]
 
 
 @program
-def with_a_checkpoint_inside(cut: Cut) -> Grads:
+def with_a_checkpoint_inside(cut):
     net = network()
     end(cut(lambda x: checkpoint(net, x, use_reentrant=False))(X)).backward()
     return grads(net)
 
 
 @program
-def with_saved_tensors_elsewhere(cut: Cut) -> Grads:
+def with_saved_tensors_elsewhere(cut):
     net = network()
     with torch.autograd.graph.save_on_cpu():
         total = end(cut(net)(X))
@@ -431,7 +431,7 @@ def with_saved_tensors_elsewhere(cut: Cut) -> Grads:
 
 
 @program
-def draws_between(cut: Cut) -> Grads:
+def draws_between(cut):
     net = network()
     torch.manual_seed(3)
     total = end(cut(lambda x: nn.functional.dropout(net(x)))(X))
@@ -441,7 +441,7 @@ def draws_between(cut: Cut) -> Grads:
 
 
 @program
-def draws_of_a_later_microbatch_alone(cut: Cut) -> Grads:
+def draws_of_a_later_microbatch_alone(cut):
     """Of which nobody knows when the first one has been called."""
     net = network()
     torch.manual_seed(3)
@@ -452,12 +452,12 @@ def draws_of_a_later_microbatch_alone(cut: Cut) -> Grads:
 
 
 @program
-def draws_that_leave_the_generator(cut: Cut) -> Grads:
+def draws_that_leave_the_generator(cut):
     """Where it stood, so that it tells of none."""
     net = network()
     torch.manual_seed(3)
 
-    def of(x: Tensor) -> Tensor:
+    def of(x):
         with torch.random.fork_rng():
             return nn.functional.dropout(net(x))
 
@@ -468,7 +468,7 @@ def draws_that_leave_the_generator(cut: Cut) -> Grads:
 
 
 @program
-def another_parameter_between(cut: Cut) -> Grads:
+def another_parameter_between(cut):
     net = network()
     before = [*net.parameters()]
     total = end(cut(net)(X))
@@ -478,7 +478,7 @@ def another_parameter_between(cut: Cut) -> Grads:
 
 
 @program
-def another_mode_between(cut: Cut) -> Grads:
+def another_mode_between(cut):
     net = nn.Sequential(network(), nn.Dropout()).eval()
     total = end(cut(net)(X))
     net.train()
@@ -487,19 +487,19 @@ def another_mode_between(cut: Cut) -> Grads:
 
 
 @program
-def a_write_to_what_it_does_not_use(cut: Cut) -> Grads:
+def a_write_to_what_it_does_not_use(cut):
     """A queue of the module whose method is cut."""
 
     class Momentum(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = network()
             self.register_buffer("queue", torch.zeros(3))
 
-        def features(self, x: Tensor) -> Tensor:
+        def features(self, x):
             return self.net(x)
 
-    module: Any = Momentum()
+    module = Momentum()
     total = end(cut(module.features)(X))
     module.queue += 1
     total.backward()
@@ -508,7 +508,7 @@ def a_write_to_what_it_does_not_use(cut: Cut) -> Grads:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore")
-def test_a_program_is_what_it_is_without_microbatches(name: str) -> None:
+def test_a_program_is_what_it_is_without_microbatches(name):
     got, want = (PROGRAMS[name](by) for by in (cut, plainly))
     assert len(got) == len(want) > 0
     for x, y in zip(got, want, strict=True):
@@ -522,7 +522,7 @@ def test_a_program_is_what_it_is_without_microbatches(name: str) -> None:
 CONSTANTS = [torch.full((3,), i + 1.0, dtype=torch.float64) for i in range(3)]
 
 
-def test_a_write_to_what_a_later_microbatch_alone_uses_is_refused() -> None:
+def test_a_write_to_what_a_later_microbatch_alone_uses_is_refused():
     """It needs no gradient, and the first microbatch, which is observed, does not read it."""
     w, constants = leaf(1, 2, 3), [x.clone() for x in CONSTANTS]
     total = end(cut(lambda x: x * w.sin() * constants[which(x)])(X))
@@ -531,7 +531,7 @@ def test_a_write_to_what_a_later_microbatch_alone_uses_is_refused() -> None:
         total.backward()
 
 
-def test_what_is_frozen_before_the_backward_pass_is_refused_and_stays_frozen() -> None:
+def test_what_is_frozen_before_the_backward_pass_is_refused_and_stays_frozen():
     net = network()
     total = end(cut(net)(X))
     net.requires_grad_(False)
@@ -540,11 +540,11 @@ def test_what_is_frozen_before_the_backward_pass_is_refused_and_stays_frozen() -
     assert not any(p.requires_grad for p in net.parameters())
 
 
-def test_what_is_no_longer_reached_is_refused_and_watched_from_then_on() -> None:
+def test_what_is_no_longer_reached_is_refused_and_watched_from_then_on():
     """A function that is not pure, and whose next call is right."""
     w, ran = leaf(1, 2, 3), list[bool]()
 
-    def of(x: Tensor) -> Tensor:
+    def of(x):
         return x if ran == [True] else x * w
 
     f = cut(of)
@@ -558,12 +558,12 @@ def test_what_is_no_longer_reached_is_refused_and_watched_from_then_on() -> None
 
 
 @pytest.mark.parametrize("around", ["backward", "torch.func"])
-def test_no_operation_is_watched(around: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_operation_is_watched(around, monkeypatch):
     """Where a graph tells all: at top level what is captured too, under grad what is given."""
     net = network()
     fn = pa.functional(net)
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise AssertionError
 
     monkeypatch.setattr(Watch, "__init__", refuse)

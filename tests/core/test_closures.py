@@ -2,15 +2,13 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum._core.closures import MOST, held_by
@@ -19,34 +17,34 @@ from pureaccum._core.closures import MOST, held_by
 pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
 T, NET = torch.ones(2), nn.Linear(2, 2)
 FN = pa.functional(NET)
-LOGGER: Any = logging.getLogger(__name__)
+LOGGER = logging.getLogger(__name__)
 LOGGER.net = NET
 
 
 class Slotted:
     __slots__ = ("empty", "net")
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.net = NET
 
 
 class Owner:
-    def __init__(self) -> None:
+    def __init__(self):
         self.nets, self.itself = [NET], self
 
-    def call(self, x: Tensor) -> Tensor:
+    def call(self, x):
         return self.nets[0](x) * T
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x):
         return self.call(x)
 
 
-def closing(*held: Any) -> Callable[[Tensor], Any]:
+def closing(*held):
     return lambda x: (held, x)
 
 
-def later() -> Any:
-    def of(x: Tensor) -> Tensor:
+def later():
+    def of(x):
         return net(x)  # not assigned yet
 
     found = held_by(of)
@@ -54,15 +52,15 @@ def later() -> Any:
     return found, net
 
 
-def decorated(func: Any) -> Any:
+def decorated(func):
     @wraps(func)
-    def called(*args: Any) -> Any:
+    def called(*args):
         return func(*args)
 
     return called
 
 
-HOLDERS: dict[str, tuple[Any, bool, bool]] = {
+HOLDERS = {
     "a module": (NET, True, False),
     "a closure": (closing(NET, T), True, True),
     "a closure in a closure": (closing(closing(NET)), True, False),
@@ -86,7 +84,7 @@ HOLDERS: dict[str, tuple[Any, bool, bool]] = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_modules_and_tensors_are_found(name: str) -> None:
+def test_modules_and_tensors_are_found(name):
     func, module, tensor = HOLDERS[name]
     held = held_by(func)
     assert held is not None
@@ -95,12 +93,12 @@ def test_modules_and_tensors_are_found(name: str) -> None:
     assert any(x is T for x in tensors) == tensor
 
 
-def test_a_variable_that_is_not_assigned_yet_holds_nothing() -> None:
+def test_a_variable_that_is_not_assigned_yet_holds_nothing():
     found, _ = later()
     assert found == ([], [])
 
 
-def test_a_function_that_holds_too_much_is_said_to() -> None:
+def test_a_function_that_holds_too_much_is_said_to():
     """It is watched instead, and right."""
     many = [[i] for i in range(MOST)]
     assert held_by(closing(many)) is None
@@ -109,4 +107,4 @@ def test_a_function_that_holds_too_much_is_said_to() -> None:
     pa.microbatch(lambda x: x * w * len(many), microbatch_size=1, batch_argnums=0)(
         x
     ).sum().backward()
-    assert torch.equal(w.grad, x.sum(0) * MOST)  # pyright: ignore
+    assert torch.equal(w.grad, x.sum(0) * MOST)

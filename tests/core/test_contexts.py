@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
@@ -18,7 +18,6 @@ from tests.refusals import (
     PARAMS,
     Loss,
     Old,
-    Receiver,
     Tensors,
     make_batch,
     receivers,
@@ -34,7 +33,7 @@ KINDS = {kind: kind for kind in ("grad", "stream", "donated stream")}
 LossOf = Callable[[Tensors, Any], Tensor]
 
 
-def gradient(loss: Any, params: Any, batch: Any, kind: str = "grad", **knobs: Any) -> Any:
+def gradient(loss, params, batch, kind="grad", **knobs):
     if kind == "grad":
         return pa.grad(loss, microbatch_size=2, **knobs)(params, batch)
     acc = pa.accumulator(loss, **knobs)
@@ -48,7 +47,7 @@ def gradient(loss: Any, params: Any, batch: Any, kind: str = "grad", **knobs: An
 
 
 @receivers("microbatches", "value")
-def test_autocast_around_a_call_holds_on_to_weights(to: Receiver) -> None:
+def test_autocast_around_a_call_holds_on_to_weights(to):
     loss, batch = Loss(squares), make_batch()
     words = ("autocast for 'cpu'", "every microbatch", "inside the loss", "cache_enabled=False")
     with (
@@ -59,8 +58,8 @@ def test_autocast_around_a_call_holds_on_to_weights(to: Receiver) -> None:
 
 
 @receivers("microbatches")
-def test_autocast_without_a_cache_or_inside_the_loss_is_welcome(to: Receiver) -> None:
-    def inside(params: Tensors, batch: Any) -> Tensor:
+def test_autocast_without_a_cache_or_inside_the_loss_is_welcome(to):
+    def inside(params, batch):
         with torch.autocast("cpu", torch.bfloat16):
             return squares(params, batch)
 
@@ -70,7 +69,7 @@ def test_autocast_without_a_cache_or_inside_the_loss_is_welcome(to: Receiver) ->
     assert not same(to.run(squares, PARAMS, {"x": make_batch()["x"] + 2**-9}), expected)
 
 
-SAMPLES: dict[str, Any] = {
+SAMPLES = {
     "per_sample_grad": lambda size: pa.per_sample_grad(squares, chunk_size=size),
     "clipped_sum": lambda size: pa.clipped_sum(squares, 1.0, chunk_size=size),
     "per_sample_accumulator": lambda size: (
@@ -82,7 +81,7 @@ SAMPLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_autocast_around_chunks_of_samples_holds_on_to_weights(name: str) -> None:
+def test_autocast_around_chunks_of_samples_holds_on_to_weights(name):
     """Around a single chunk it holds no more than it does around any call."""
     words = ("autocast for 'cpu'", "inside the loss", "cache_enabled=False")
     with torch.autocast("cpu", torch.bfloat16):
@@ -96,15 +95,13 @@ def test_autocast_around_chunks_of_samples_holds_on_to_weights(name: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
-def test_the_engine_of_loss_backward_is_refused_under_a_transform(
-    kind: str, transform: str
-) -> None:
+def test_the_engine_of_loss_backward_is_refused_under_a_transform(kind, transform):
     loss, batch = Loss(squares), make_batch()
 
-    def inner(params: Any) -> Any:
+    def inner(params):
         return gradient(loss, params, batch, kind, engine="autograd")["w"].sum()
 
-    run: dict[str, Any] = {
+    run = {
         "vmap": lambda: torch.func.vmap(inner)(
             {k: torch.stack([x] * 3) for k, x in PARAMS.items()}
         ),
@@ -127,11 +124,11 @@ class Refused(NamedTuple):
     plain: LossOf | None = None  # None where engine="autograd" is no way out
 
 
-def doubled(params: Tensors, batch: Any) -> Tensor:
+def doubled(params, batch):
     return squares(params | {"w": 2 * params["w"]}, batch)
 
 
-def in_a_checkpoint(params: Tensors, batch: Any, reentrant: bool = False) -> Tensor:
+def in_a_checkpoint(params, batch, reentrant=False):
     if reentrant:
         return squares(
             params | {"w": checkpoint(lambda w: 2 * w, params["w"], use_reentrant=True)}, batch
@@ -139,33 +136,33 @@ def in_a_checkpoint(params: Tensors, batch: Any, reentrant: bool = False) -> Ten
     return checkpoint(doubled, params, batch, use_reentrant=False)
 
 
-def kept_elsewhere(params: Tensors, batch: Any) -> Tensor:
+def kept_elsewhere(params, batch):
     with torch.autograd.graph.save_on_cpu():
         return squares(params, batch)
 
 
-def slope(params: Tensors, x: Tensor) -> Tensor:
+def slope(params, x):
     rows = torch.autograd.grad(squares(params, {"x": x}), x, create_graph=True)[0] * len(x)
     return rows.square().sum(1).mean()
 
 
-def gradient_penalty(params: Tensors, batch: Any) -> Tensor:
+def gradient_penalty(params, batch):
     return slope(params, batch["x"].clone().requires_grad_())
 
 
-def gradient_penalty_by_an_attribute(params: Tensors, batch: Any) -> Tensor:
+def gradient_penalty_by_an_attribute(params, batch):
     x = batch["x"].clone()
     x.requires_grad = True
     return slope(params, x)
 
 
-def retained(params: Tensors, batch: Any) -> Tensor:
+def retained(params, batch):
     w = 2 * params["w"]
     w.retain_grad()
     return squares(params | {"w": w}, batch)
 
 
-def differentiates_itself(params: Tensors, batch: Any) -> Tensor:
+def differentiates_itself(params, batch):
     loss = squares(params, batch)
     loss.backward(retain_graph=True)
     return loss
@@ -175,45 +172,45 @@ RNN = torch.nn.GRU(2, 2)
 STATE = {"weight_hh_l0": torch.randn(6, 2), "weight_ih_l0": torch.randn(6, 2)}
 
 
-def recurrent(params: Tensors, x: Tensor | PackedSequence) -> Tensor:
+def recurrent(params, x):
     own = {name: w * params["b"] for name, w in STATE.items()}
     return torch.func.functional_call(RNN, own, (x,))[1].square().mean()
 
 
-def packed(params: Tensors, batch: Any) -> Tensor:
+def packed(params, batch):
     rows = (batch["x"] * params["w"]).repeat(3, 1, 1)
     return recurrent(params, pack_padded_sequence(rows, torch.full((len(batch["x"]),), 3)))
 
 
-def not_packed(params: Tensors, batch: Any) -> Tensor:
+def not_packed(params, batch):
     return recurrent(params, (batch["x"] * params["w"]).repeat(3, 1, 1))
 
 
-def scaled_by_numpy(params: Tensors, batch: Any) -> Tensor:
+def scaled_by_numpy(params, batch):
     return squares(params, batch) * float(params["w"].detach().numpy().max())
 
 
-def scaled_by_an_item(params: Tensors, batch: Any) -> Tensor:
+def scaled_by_an_item(params, batch):
     return squares(params, batch) * params["w"].detach().max().item()
 
 
-def copied(params: Tensors, batch: Any) -> Tensor:
+def copied(params, batch):
     copy.deepcopy(params)
     return squares(params, batch)
 
 
-def swaps_data(params: Tensors, batch: Any) -> Tensor:
+def swaps_data(params, batch):
     w = 1 * params["w"]
     w.data = 2 * w.data
     return squares(params | {"w": w}, batch)
 
 
-def swaps_numbers(params: Tensors, batch: Any) -> Tensor:
+def swaps_numbers(params, batch):
     w = params["w"]
     return squares(params | {"w": w + w.detach()}, batch)
 
 
-def nested(params: Tensors, batch: Any) -> Tensor:
+def nested(params, batch):
     rows = [row * params["w"] for row in batch["x"]]
     return torch.nested.as_nested_tensor(rows).to_padded_tensor(0.0).square().mean()
 
@@ -224,23 +221,23 @@ with warnings.catch_warnings(action="ignore"):
     torch.nested.nested_tensor([torch.ones(1, 2)])
 
 
-def jagged(params: Tensors, batch: Any) -> Tensor:
+def jagged(params, batch):
     rows = torch.nested.nested_tensor_from_jagged(batch["x"] * params["w"], torch.tensor([0, 1, 2]))
     return rows.values().square().mean()
 
 
-def not_nested(params: Tensors, batch: Any) -> Tensor:
+def not_nested(params, batch):
     return (batch["x"] * params["w"]).square().mean()
 
 
 NORM = torch.nn.BatchNorm1d(2)
 
 
-def counts_in_a_module(params: Tensors, batch: Any) -> Tensor:
+def counts_in_a_module(params, batch):
     return NORM(batch["x"] * params["w"]).square().mean()
 
 
-def writes_to_the_batch(params: Tensors, batch: Any) -> Tensor:
+def writes_to_the_batch(params, batch):
     return squares(params, {"x": batch["x"].mul_(2)})
 
 
@@ -292,7 +289,7 @@ REFUSED = {
 }
 
 
-def advised(case: Refused, run: Callable[[], object]) -> None:
+def advised(case, run):
     with saying(RuntimeError, case.words) as caught:
         run()
     [note] = caught.value.__notes__
@@ -300,26 +297,26 @@ def advised(case: Refused, run: Callable[[], object]) -> None:
 
 
 @each_once("kind, case", KINDS, REFUSED)
-def test_the_error_of_torch_func_comes_with_our_advice(kind: str, case: Refused) -> None:
+def test_the_error_of_torch_func_comes_with_our_advice(kind, case):
     batch = make_batch()
     with unchanged(PARAMS, batch, NORM):
         advised(case, lambda: gradient(case.loss, PARAMS, batch, kind))
 
 
 @each_once("transform, case", {"grad": pa.grad, "grad_and_value": pa.grad_and_value}, REFUSED)
-def test_the_advice_comes_also_where_nothing_is_cut(transform: Any, case: Refused) -> None:
+def test_the_advice_comes_also_where_nothing_is_cut(transform, case):
     advised(case, lambda: transform(case.loss)(PARAMS, make_batch()))
 
 
 @each_once("kind, case", KINDS, {name: case for name, case in REFUSED.items() if case.plain})
-def test_the_advice_is_good(kind: str, case: Refused) -> None:
+def test_the_advice_is_good(kind, case):
     found = gradient(case.loss, PARAMS, make_batch(), kind, engine="autograd")
     assert_trees_bitwise_equal(found, gradient(case.plain, PARAMS, make_batch(), kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_errors_come_without_advice(kind: str) -> None:
-    def loss(params: Any, batch: Any) -> Tensor:
+def test_other_errors_come_without_advice(kind):
+    def loss(params, batch):
         raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match=r"^boom$") as caught:

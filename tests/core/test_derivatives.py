@@ -4,8 +4,6 @@ Second-order terms are easily lost without an error (``create_graph=False`` lose
 a sum that was started unbatched cannot be added to under vmap.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -13,8 +11,8 @@ from hypothesis import example, given
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import examples
-from tests.exactly import SUM, WEIGHTED, Loss, full_batch, make_batch, make_params
-from tests.problems import TRANSFORMS, Problem, jvp, make, problems, tangent
+from tests.exactly import SUM, WEIGHTED, full_batch, make_batch, make_params
+from tests.problems import TRANSFORMS, jvp, make, problems, tangent
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
@@ -24,18 +22,14 @@ each = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__
 @each
 @examples(1 / 3)
 @given(problems)
-def test_each_transform_of_pa_grad_is_that_of_torch_func_grad(
-    transform: Any, problem: Problem
-) -> None:
+def test_each_transform_of_pa_grad_is_that_of_torch_func_grad(transform, problem):
     problem.check(transform)
 
 
 @each
 @examples(1 / 6)
 @given(problems)
-def test_each_transform_of_a_stream_is_that_of_the_gradient(
-    transform: Any, problem: Problem
-) -> None:
+def test_each_transform_of_a_stream_is_that_of_the_gradient(transform, problem):
     """Through several updates and a merge; ``donate`` is without effect under a transform."""
     problem.check(transform, "streamed")
 
@@ -43,7 +37,7 @@ def test_each_transform_of_a_stream_is_that_of_the_gradient(
 @each
 @examples(1 / 6)
 @given(problems)
-def test_each_transform_of_the_value_is_that_of_the_loss(transform: Any, problem: Problem) -> None:
+def test_each_transform_of_the_value_is_that_of_the_loss(transform, problem):
     problem.check(transform, "value")
 
 
@@ -51,16 +45,14 @@ def test_each_transform_of_the_value_is_that_of_the_loss(transform: Any, problem
 @examples(1 / 8, fewest=8)  # each is eight nests: 0.6 s
 @example(make("weighted", "skip", 1, 5, 2))
 @given(problems)
-def test_each_nest_of_two_transforms_is_that_of_torch_func_grad(
-    transform: Any, problem: Problem
-) -> None:
+def test_each_nest_of_two_transforms_is_that_of_torch_func_grad(transform, problem):
     for inner in TRANSFORMS:
         problem.check(lambda f, inner=inner: transform(inner(f)))
 
 
 @examples(1 / 6)
 @given(problems)
-def test_hessian_of_the_value_is_jacobian_of_the_gradient(problem: Problem) -> None:
+def test_hessian_of_the_value_is_jacobian_of_the_gradient(problem):
     problem.check(torch.func.hessian, "value")
     problem.check(torch.func.jacrev)
     problem.check(torch.func.jacfwd)
@@ -68,10 +60,10 @@ def test_hessian_of_the_value_is_jacobian_of_the_gradient(problem: Problem) -> N
 
 @examples(1 / 6)
 @given(problems)
-def test_the_hessian_vector_product_that_the_documentation_names(problem: Problem) -> None:
+def test_the_hessian_vector_product_that_the_documentation_names(problem):
     """``jvp(pa.grad(f))`` is the microbatched Hessian times a vector."""
 
-    def product(f: Any) -> Any:
+    def product(f):
         hessian = torch.func.hessian(f)(problem.params, problem.batch)
         vector = tangent(problem.params)
         return {
@@ -88,7 +80,7 @@ def test_the_hessian_vector_product_that_the_documentation_names(problem: Proble
     ("loss", "nonfinite"),
     [(SUM, "propagate"), pytest.param(WEIGHTED, "skip", marks=pytest.mark.slow)],
 )
-def test_an_accumulation_compiles_into_one_graph(loss: Loss, nonfinite: str) -> None:
+def test_an_accumulation_compiles_into_one_graph(loss, nonfinite):
     gradient = pa.grad_and_value(
         loss.call, microbatch_size=3, reduction=loss.reduction, nonfinite=nonfinite
     )

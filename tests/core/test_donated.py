@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import optree
@@ -21,7 +19,7 @@ from tests.refusals import PARAMS, Loss, make_batch, refused, saying, squares
 
 pytestmark = [pytest.mark.faults, pytest.mark.promise("donation")]
 X = torch.ones(2)
-USES: dict[str, Callable[[Tensor], Any]] = {
+USES = {
     "+": lambda t: t + 1,
     "reflected +": lambda t: 1 + t,
     "+=": lambda t: t.__iadd__(1),
@@ -83,12 +81,9 @@ USES: dict[str, Callable[[Tensor], Any]] = {
     "differentiated": lambda t: pa.accumulator(squares).init({"w": t}),
 }
 # These look at nothing, and what they give back is given up all the same.
-IDLE: dict[str, Callable[[Tensor], Any]] = {
-    "as_tensor": torch.as_tensor,
-    "optree": lambda t: optree.tree_map(lambda x: x, t),
-}
+IDLE = {"as_tensor": torch.as_tensor, "optree": lambda t: optree.tree_map(lambda x: x, t)}
 # torch reads these tensors in C++ and asks no subclass: they find nothing there.
-EMPTY: dict[str, Callable[[Tensor], Any]] = {
+EMPTY = {
     "torch.tensor": lambda t: torch.tensor(t),
     "torch.func.grad": lambda t: torch.func.grad(torch.sum)(t),
     "torch.func.vjp": lambda t: torch.func.vjp(torch.sin, t)[0],
@@ -96,7 +91,7 @@ EMPTY: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def donated(by: str = "update") -> pa.AccumState:
+def donated(by="update"):
     acc = pa.accumulator(squares, squares=True)
     state = acc.update(acc.init(PARAMS), PARAMS, make_batch())
     if by == "update":
@@ -111,14 +106,14 @@ GIVEN_UP = ("given up with donate=True", "Use the returned state", "leave donate
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_every_use_says_so(use: Callable[[Tensor], Any]) -> None:
+def test_every_use_says_so(use):
     with saying(RuntimeError, *GIVEN_UP):
         use(donated().grads["w"])
 
 
 @pytest.mark.parametrize("field", pa.AccumState._fields)
 @either
-def test_every_field_is_given_up(field: str, by: str) -> None:
+def test_every_field_is_given_up(field, by):
     tensors = optree.tree_leaves(getattr(donated(by), field))
     assert tensors
     for tensor in tensors:
@@ -128,19 +123,19 @@ def test_every_field_is_given_up(field: str, by: str) -> None:
 
 @pytest.mark.parametrize("use", EMPTY.values(), ids=EMPTY)
 @pytest.mark.filterwarnings("ignore:To copy construct")
-def test_a_use_that_never_asks_sees_no_memory(use: Any) -> None:
+def test_a_use_that_never_asks_sees_no_memory(use):
     assert use(donated().grads["w"]).numel() == 0
 
 
 @pytest.mark.parametrize("idle", IDLE.values(), ids=IDLE)
-def test_a_tensor_that_is_only_handed_on_stays_donated(idle: Any) -> None:
+def test_a_tensor_that_is_only_handed_on_stays_donated(idle):
     with saying(RuntimeError, *GIVEN_UP):
         idle(donated().grads["w"]) + 1
 
 
 @either
 @pytest.mark.parametrize("flatten", [optree.tree_leaves, torch_pytree.tree_leaves])
-def test_flattening_is_not_a_use_but_what_comes_out_is(by: str, flatten: Any) -> None:
+def test_flattening_is_not_a_use_but_what_comes_out_is(by, flatten):
     for leaf in flatten(donated(by)):
         with saying(RuntimeError, *GIVEN_UP):
             leaf + 1
@@ -155,14 +150,14 @@ def test_flattening_is_not_a_use_but_what_comes_out_is(by: str, flatten: Any) ->
     [repr, copy.deepcopy, pickle.dumps, lambda s: torch.save(s, io.BytesIO())],
     ids=["repr", "deepcopy", "pickle", "save"],
 )
-def test_a_use_of_a_whole_state_says_so(by: str, use: Any) -> None:
+def test_a_use_of_a_whole_state_says_so(by, use):
     with saying(RuntimeError, *GIVEN_UP):
         use(donated(by))
 
 
 @either
 @pytest.mark.parametrize("donate", [False, True])
-def test_our_own_functions_refuse_a_donated_state(by: str, donate: bool) -> None:
+def test_our_own_functions_refuse_a_donated_state(by, donate):
     loss, batch = Loss(squares), make_batch()
     acc = pa.accumulator(loss)
     state, other = donated(by), acc.init(PARAMS)
@@ -176,12 +171,12 @@ def test_our_own_functions_refuse_a_donated_state(by: str, donate: bool) -> None
             call()
 
 
-def refused_as_donated(loss: Loss) -> Any:
+def refused_as_donated(loss):
     return refused(RuntimeError, *GIVEN_UP, loss=loss)
 
 
 @either
-def test_a_donated_state_can_be_thrown_away(by: str) -> None:
+def test_a_donated_state_can_be_thrown_away(by):
     """``is``, ``id``, ``isinstance``, hashing and ``del`` need no number."""
     state = donated(by)
     assert all(x is x and isinstance(x, Tensor) and hash(x) for x in optree.tree_leaves(state))

@@ -1,8 +1,6 @@
 """What a step with ``donate=True`` returned beside the state stays what it was in later steps."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ pytestmark = [pytest.mark.purity, pytest.mark.promise("donation")]
 X = torch.arange(12.0).view(6, 2) - 5
 
 
-def aliases(p: Any, b: Any, sparse: bool) -> dict[str, Any]:
+def aliases(p, b, sparse):
     """Everything that an aux may be of parameters and buffers."""
     dense = p["w"].detach()
     return {
@@ -29,7 +27,7 @@ def aliases(p: Any, b: Any, sparse: bool) -> dict[str, Any]:
     }
 
 
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
+OPTIMIZERS = {
     "sgd": lambda: pa.sgd(0.01),
     "adamw": lambda: pa.adamw(0.01),
     "fused adamw": lambda: pa.adamw(0.01, fused=True),
@@ -40,10 +38,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def step_of(optimizer: str, sparse: bool, **knobs: Any) -> tuple[Any, Any]:
+def step_of(optimizer, sparse, **knobs):
     """A step whose aux are aliases of what it is given, and its first state."""
 
-    def loss(p: Any, x: Any, *, buffers: Any) -> Any:
+    def loss(p, x, *, buffers):
         new = {"mean": buffers["mean"] * 0.5 + x.mean(0), "calls": buffers["calls"] + 1}
         value = ((x * p["w"]) ** 2).mean() * p["s"].exp() + buffers["mean"].sum()
         value = value + p["large"].mean()
@@ -63,11 +61,11 @@ def step_of(optimizer: str, sparse: bool, **knobs: Any) -> tuple[Any, Any]:
     return step, step.init(params, buffers={"mean": torch.zeros(2), "calls": torch.tensor(0)})
 
 
-def over_batches(step: Any, state: Any) -> Any:
+def over_batches(step, state):
     return step(state, X)
 
 
-def over_streams(step: Any, state: Any) -> Any:
+def over_streams(step, state):
     window, aux = step.begin(state), []
     for part in pa.microbatches(X, 2):
         window, one = step.update(state, window, part)
@@ -76,7 +74,7 @@ def over_streams(step: Any, state: Any) -> Any:
     return state, (info, aux)
 
 
-def check(forward: Any, step: Any, state: Any) -> None:
+def check(forward, step, state):
     came, copies = [], []
     for _ in range(3):
         state, beside = forward(step, state)
@@ -90,14 +88,14 @@ forms = pytest.mark.parametrize("forward", [over_batches, over_streams])
 
 @forms
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_came_beside_a_donated_state_stays(forward: Any, optimizer: str) -> None:
+def test_what_came_beside_a_donated_state_stays(forward, optimizer):
     for engine, size in itertools.product(("func", "autograd"), (None, 2)):
         check(forward, *step_of(optimizer, True, engine=engine, microbatch_size=size))
 
 
 @pytest.mark.slow
 @forms
-def test_what_came_beside_a_donated_state_of_a_compiled_step_stays(forward: Any) -> None:
+def test_what_came_beside_a_donated_state_of_a_compiled_step_stays(forward):
     torch.compiler.reset()
     knobs = {"compile": {"backend": "eager"}, "microbatch_size": 4}
     check(forward, *step_of("adamw", False, **knobs))

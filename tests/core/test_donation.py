@@ -1,10 +1,7 @@
 """With ``donate=True`` the donated state is given up, and nothing else in the world changes."""
 
-from typing import Any
-
 import optree
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,11 +15,11 @@ PARAMS, BATCH = make_params(), make_batch(2)
 OPERATIONS = ("init", "update", "donated update", "merge", "finalize", "donated finalize")
 
 
-def leaves(state: Any) -> list[torch.Tensor]:
+def leaves(state):
     return optree.tree_leaves(state, namespace="pureaccum")
 
 
-def is_donated(tensor: torch.Tensor) -> bool:
+def is_donated(tensor):
     try:
         return tensor.dim() < 0
     except RuntimeError as error:
@@ -36,9 +33,7 @@ def is_donated(tensor: torch.Tensor) -> bool:
         st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9), st.integers(0, 9)), max_size=6
     )
 )
-def test_whatever_the_history_only_donated_states_are_gone(
-    engine: Any, nonfinite: Any, steps: list[tuple[str, int, int]]
-) -> None:
+def test_whatever_the_history_only_donated_states_are_gone(engine, nonfinite, steps):
     """States that came from each other share no tensor: giving one up takes no other along."""
     acc = pa.accumulator(mean_loss, engine=engine, nonfinite=nonfinite)
     alive, gone = [acc.init(PARAMS)], []
@@ -64,10 +59,10 @@ def test_whatever_the_history_only_donated_states_are_gone(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("nonfinite", NONFINITE)
-def test_donation_changes_no_bit_of_the_result(engine: Any, nonfinite: Any) -> None:
+def test_donation_changes_no_bit_of_the_result(engine, nonfinite):
     acc = pa.accumulator(mean_loss, engine=engine, nonfinite=nonfinite)
 
-    def stream(donate: bool) -> Any:
+    def stream(donate):
         state = acc.init(PARAMS)
         for part in pa.microbatches(make_batch(7), 3):
             state = acc.update(state, PARAMS, part, donate=donate)
@@ -77,7 +72,7 @@ def test_donation_changes_no_bit_of_the_result(engine: Any, nonfinite: Any) -> N
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_donated_memory_is_the_memory_of_the_new_state(engine: Any) -> None:
+def test_donated_memory_is_the_memory_of_the_new_state(engine):
     acc = pa.accumulator(mean_loss, engine=engine)
     state = acc.init(PARAMS)
     places = [x.data_ptr() for x in leaves(state.grads)]
@@ -87,7 +82,7 @@ def test_donated_memory_is_the_memory_of_the_new_state(engine: Any) -> None:
     assert [x.data_ptr() for x in leaves(grads)] == places
 
 
-def test_states_share_no_memory() -> None:
+def test_states_share_no_memory():
     """So a caller, too, may write to one of them in place."""
     acc = pa.accumulator(mean_loss)
     states = [acc.init(PARAMS)]

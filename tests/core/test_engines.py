@@ -4,8 +4,6 @@ The three take the same gradients with the same cotangents and add them in the s
 the machinery differs: torch.func, ``torch.autograd.grad``, and ``.grad`` of parameters.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -14,14 +12,14 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
-from tests.core.models import MODELS, Problem, problem
+from tests.core.models import MODELS, problem
 from tests.draws import examples
 
 
 pytestmark = [pytest.mark.parity, pytest.mark.promise("engines")]
 
 
-def by_hand(given_: Problem, loss: Any, parts: Any, weights: Any) -> Any:
+def by_hand(given_, loss, parts, weights):
     """Sum ``weight * gradient`` of each microbatch, pulled with weight / 2**e; divide once."""
     module = given_.module
     module.load_state_dict(given_.params)
@@ -52,8 +50,8 @@ def by_hand(given_: Problem, loss: Any, parts: Any, weights: Any) -> Any:
     size=st.integers(1, 7),
 )
 def test_a_mean_has_the_bits_of_both_engines_and_of_a_loop(
-    name: str, nonfinite: str, dtype: torch.dtype, seed: int, rows: int, size: int
-) -> None:
+    name, nonfinite, dtype, seed, rows, size
+):
     given_ = problem(name, seed, rows, dtype)
     size = min(size, rows - 1)  # not the whole batch, which is not scaled at all
     func, autograd = (
@@ -78,8 +76,8 @@ def test_a_mean_has_the_bits_of_both_engines_and_of_a_loop(
     size=st.integers(1, 8),
 )
 def test_a_weighted_mean_has_the_bits_of_both_engines_and_of_a_loop(
-    name: str, nonfinite: str, seed: int, rows: int, size: int
-) -> None:
+    name, nonfinite, seed, rows, size
+):
     """As streams; by hand, the totals of the microbatches that are not all masked."""
     given_ = problem(name, seed, rows)
     states = []

@@ -4,13 +4,10 @@
 What is expected is ``torch.func.jvp`` of the same of the full batch, in float64, within sqrt(u).
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import forward_ad
 
 import pureaccum as pa
@@ -20,33 +17,33 @@ pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 SQRT_U = 2.0**-26
 
 
-def data() -> tuple[list[Tensor], list[Tensor]]:
+def data():
     """Parameters and a batch, and a direction for each."""
     g = torch.Generator().manual_seed(0)
     several = [torch.randn(n, 3, dtype=torch.float64, generator=g) for n in (3, 6, 3, 6)]
     return several[:2], several[2:]
 
 
-def rows(w: Tensor, x: Tensor) -> Tensor:
+def rows(w, x):
     return torch.tanh(x @ w) @ w
 
 
-def loss(w: Tensor, x: Tensor) -> Tensor:
+def loss(w, x):
     return rows(w, x).square().mean()
 
 
-def total(w: Tensor, x: Tensor) -> Tensor:
+def total(w, x):
     return rows(w, x).square().sum()
 
 
-def weighted(w: Tensor, x: Tensor) -> pa.Weighted:
+def weighted(w, x):
     return pa.Weighted(total(w, x), x.new_tensor(3.0 * len(x)))
 
 
-def stepped(optimizer: Any, gradient: Any) -> Any:
+def stepped(optimizer, gradient):
     """Two steps of an optimizer."""
 
-    def run(w: Tensor, x: Tensor) -> Tensor:
+    def run(w, x):
         state = optimizer.init(w)
         for _ in range(2):
             w, state = optimizer.apply(gradient(w, x), state, w)
@@ -55,10 +52,10 @@ def stepped(optimizer: Any, gradient: Any) -> Any:
     return run
 
 
-def by_step(optimizer: Any, **knobs: Any) -> Any:
+def by_step(optimizer, **knobs):
     step = pa.make_step(loss, optimizer, microbatch_size=2, **knobs)
 
-    def run(w: Tensor, x: Tensor) -> Tensor:
+    def run(w, x):
         state = step.init(w)
         for _ in range(2):
             state, _ = step(state, x)
@@ -67,7 +64,7 @@ def by_step(optimizer: Any, **knobs: Any) -> Any:
     return run
 
 
-def streamed(w: Tensor, x: Tensor) -> Any:
+def streamed(w, x):
     acc = pa.accumulator(loss)
     state = acc.init(w)
     for part in x.split(2):
@@ -75,24 +72,24 @@ def streamed(w: Tensor, x: Tensor) -> Any:
     return acc.finalize(state)
 
 
-def backward(f: Callable[..., Tensor], create_graph: bool = False) -> Any:
+def backward(f, create_graph=False):
     """The gradients of what comes out, squared and summed, by plain autograd."""
 
-    def run(w: Tensor, x: Tensor) -> Any:
+    def run(w, x):
         its = [it if it.requires_grad else it.requires_grad_() for it in (w, x)]
         return torch.autograd.grad(squared(f)(*its), its, create_graph=create_graph)
 
     return run
 
 
-def squared(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def squared(f):
     return lambda w, x: f(w, x).square().sum()
 
 
 NET = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
-def networked(size: int | None) -> Any:
+def networked(size):
     fn = pa.functional(NET, microbatch_size=size)
     return lambda w, x: fn.apply(fn.params, fn.buffers, x @ w)[0]
 
@@ -100,7 +97,7 @@ def networked(size: int | None) -> Any:
 GRAD = torch.func.grad(loss)
 BOTH = torch.func.grad_and_value(loss)
 EACH = torch.func.vmap(GRAD, (None, 0))
-CASES: dict[str, tuple[Any, Any]] = {
+CASES = {
     "grad of the whole": (pa.grad(loss), GRAD),
     "grad": (pa.grad(loss, microbatch_size=2), GRAD),
     "grad by autograd": (pa.grad(loss, microbatch_size=2, engine="autograd"), GRAD),
@@ -124,10 +121,10 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def mapped(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def mapped(f):
     """The gradient of a sum, mapped over a factor."""
 
-    def run(w: Tensor, x: Tensor) -> Tensor:
+    def run(w, x):
         factors = torch.tensor([1.0, 2.0], dtype=torch.float64)
         return torch.func.vmap(lambda c: torch.func.grad(lambda w: f(c * w, x))(w))(factors)
 
@@ -135,7 +132,7 @@ def mapped(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 CASES["under vmap"] = (mapped(pa.microbatch(total, microbatch_size=2, reduce="sum")), mapped(total))
-MICROBATCHED: dict[str, tuple[Any, Any]] = {
+MICROBATCHED = {
     "rows": (pa.microbatch(rows, microbatch_size=2), rows),
     "a sum": (pa.microbatch(total, microbatch_size=2, reduce="sum"), total),
     "a weighted mean": (pa.microbatch(weighted, microbatch_size=2), loss),
@@ -149,12 +146,12 @@ for _name, (_ours, _whole) in MICROBATCHED.items():
 
 
 @pytest.mark.parametrize(("ours", "plain"), CASES.values(), ids=CASES)
-def test_tangents_go_along(ours: Any, plain: Any) -> None:
+def test_tangents_go_along(ours, plain):
     for dual in ("w", "x", "wx"):
         check(ours, plain, dual)
 
 
-def check(ours: Any, plain: Any, dual: str) -> None:
+def check(ours, plain, dual):
     primals, directions = data()
     pairs = zip(primals, directions, "wx", strict=True)
     primals, tangents = zip(

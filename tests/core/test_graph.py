@@ -1,12 +1,10 @@
 """With a size, results know what they were computed from, and nothing else outlives a call."""
 
 import weakref
-from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -14,7 +12,6 @@ from tests.calls import (
     CALLS,
     ENGINES,
     NONFINITE,
-    Tensors,
     combinations,
     make_batch,
     make_params,
@@ -31,15 +28,13 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-def has_graph(tree: Any) -> list[Tensor]:
+def has_graph(tree):
     return [x for x in optree.tree_leaves(tree) if x.requires_grad or x.grad_fn is not None]
 
 
 @every_call
 @every_kind
-def test_a_history_changes_no_bit_and_there_is_none_under_no_grad(
-    name: str, knobs: Any, kind: Any
-) -> None:
+def test_a_history_changes_no_bit_and_there_is_none_under_no_grad(name, knobs, kind):
     plain = CALLS[name].run(mean_loss, make_params(), make_batch(), **knobs)
     assert not has_graph(plain)
     result = CALLS[name].run(mean_loss, kind(make_params()), make_batch(), **knobs)
@@ -50,10 +45,10 @@ def test_a_history_changes_no_bit_and_there_is_none_under_no_grad(
 
 
 @every_call
-def test_so_it_is_where_the_loss_captures_a_parameter(name: str, knobs: Any) -> None:
+def test_so_it_is_where_the_loss_captures_a_parameter(name, knobs):
     params, captured = make_params(), torch.nn.Parameter(torch.ones(2))
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         return mean_loss(params | {"w": params["w"] * captured}, batch)
 
     result = CALLS[name].run(loss, params, make_batch(), **knobs)
@@ -66,18 +61,18 @@ def test_so_it_is_where_the_loss_captures_a_parameter(name: str, knobs: Any) -> 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("reduction", ["concat", "sum", "mean", "last"])
-def test_so_it_is_with_aux_whatever_it_is_made_from(engine: Any, reduction: str) -> None:
+def test_so_it_is_with_aux_whatever_it_is_made_from(engine, reduction):
     """From params, from the batch, or from a captured parameter."""
     params = KINDS["parameters"](make_params())
     captured = torch.nn.Parameter(torch.ones(2))
 
-    def loss(params: Tensors, batch: Tensors) -> Any:
+    def loss(params, batch):
         rows = batch["x"] @ params["w"]
         if reduction in ("concat", "last"):
             return mean_loss(params, batch), [rows, batch["x"] @ captured, batch["y"]]
         return mean_loss(params, batch), [rows.sum(), captured.sum(), batch["y"].sum()]
 
-    knobs: Any = {"engine": engine, "aux_reduction": reduction, "microbatch_size": 2}
+    knobs = {"engine": engine, "aux_reduction": reduction, "microbatch_size": 2}
     acc = pa.accumulator(loss, has_aux=True, engine=engine)
     for call in (
         pa.grad_and_value(loss, has_aux=True, **knobs),
@@ -93,11 +88,11 @@ def test_so_it_is_with_aux_whatever_it_is_made_from(engine: Any, reduction: str)
 
 
 @every_call
-def test_no_activation_outlives_the_call(name: str, knobs: Any) -> None:
+def test_no_activation_outlives_the_call(name, knobs):
     """With all results still held, and before any collection of garbage."""
-    activations: list[weakref.ref[Tensor]] = []
+    activations = []
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         out = batch["x"] * params["w"]
         activations.append(weakref.ref(out))
         return mean_loss(params, batch) + torch.sin(out).mean()  # sin keeps what it was given
@@ -111,43 +106,41 @@ def test_no_activation_outlives_the_call(name: str, knobs: Any) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("nonfinite", NONFINITE)
-def test_no_activation_outlives_its_microbatch(engine: Any, nonfinite: Any) -> None:
+def test_no_activation_outlives_its_microbatch(engine, nonfinite):
     """The memory of one microbatch: when the next one begins, the last one is gone."""
-    activations: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
+    activations = []
+    alive = []
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         alive.append(sum(x() is not None for x in activations))
         out = batch["x"] * params["w"]
         activations.append(weakref.ref(out))
         return mean_loss(params, batch) + torch.sin(out).mean()
 
     params = KINDS["parameters"](make_params())
-    knobs: Any = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 1}
+    knobs = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 1}
     pa.grad(loss, **knobs, check=False)(params, make_batch(5))
     assert alive == [0] * 6  # the first is observed before
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("nonfinite", NONFINITE)
-def test_an_activation_is_gone_once_the_backward_pass_has_passed_it(
-    engine: Any, nonfinite: Any
-) -> None:
-    alive: list[bool] = []
+def test_an_activation_is_gone_once_the_backward_pass_has_passed_it(engine, nonfinite):
+    alive = []
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         early = batch["x"] * params["w"]
         late = 2 * early
         seen = weakref.ref(late)
         early.register_hook(lambda _: alive.append(seen() is not None))
         return mean_loss(params, batch) + torch.sin(late).mean()
 
-    knobs: Any = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 2}
+    knobs = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 2}
     pa.grad(loss, **knobs)(make_params(), make_batch(5))
     assert alive == [False] * 3
 
 
-def test_a_graph_that_stays_is_noticed_by_these_tests() -> None:
+def test_a_graph_that_stays_is_noticed_by_these_tests():
     """What they look at, a tensor that a graph needs, lives as long as the graph does."""
     out = torch.ones(2, requires_grad=True) * 2
     seen, value = weakref.ref(out), torch.sin(out).sum()

@@ -8,7 +8,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,10 +22,7 @@ from tests.exactly import integers
 from tests.refusals import saying
 
 
-pytestmark = [
-    pytest.mark.transforms,
-    pytest.mark.promise("closure"),
-]
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 G = generator(0)
 W, V = integers(G, 3, bound=2).double(), integers(G, 3, bound=2).double()
 X, C = integers(G, 8, 3, bound=2).double(), torch.tensor(3.0, dtype=torch.float64)
@@ -35,67 +31,67 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # w, v, x, and what the loss c
 Program = Callable[..., Tensor]
 
 
-def rows(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def rows(w, x, c):
     return (x @ w) ** 2 * c + c**2 * (x @ w)
 
 
-def mean(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def mean(w, x, c):
     return rows(w, x, c).mean()
 
 
-def plain_hessian_product(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def plain_hessian_product(w, v, x, c):
     of = torch.func.grad(lambda w: mean(w, x, c))
     return torch.func.jvp(of, (w,), (v,))[1]
 
 
-def plain_gauss_newton(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def plain_gauss_newton(w, v, x, c):
     out, moved = torch.func.jvp(lambda w: rows(w, x, c), (w,), (v,))
     bent = torch.func.jvp(torch.func.grad(lambda out: (out**2 * c).mean()), (out,), (moved,))[1]
     return torch.func.vjp(lambda w: rows(w, x, c), w)[1](bent)[0]
 
 
-def plain_fisher(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def plain_fisher(w, v, x, c):
     _, pull = torch.func.vjp(lambda w: rows(w, x, c), w)
     return pull(torch.func.jvp(lambda w: rows(w, x, c), (w,), (v,))[1] / len(x))[0]
 
 
-def each(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def each(w, x, c):
     one = torch.func.grad(lambda w, x: rows(w, x, c))
     return torch.func.vmap(one, (None, 0))(w, x)
 
 
-def descended(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def descended(w, x, c):
     return w - 0.5 * torch.func.grad(mean)(w, x, c)
 
 
-def ours(size: Any, engine: Any) -> dict[str, tuple[Program, Program]]:
+def ours(size, engine):
     """Whatever gives derivatives, of a loss that captures ``c``, and the same in plain torch."""
-    knobs: Any = {"microbatch_size": size, "engine": engine}
-    chunks: Any = {"engine": "autograd" if engine == "autograd" else "vmap"}
+    knobs = {"microbatch_size": size, "engine": engine}
+    chunks = {"engine": "autograd" if engine == "autograd" else "vmap"}
     chunks |= {"chunk_size": size if isinstance(size, int) else 3}
 
-    def loss(c: Tensor) -> Program:
+    def loss(c):
         return lambda w, x: mean(w, x, c)
 
-    def of_row(c: Tensor) -> Program:
+    def of_row(c):
         return lambda w, x: rows(w, x, c)
 
-    def both(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    def both(w, v, x, c):
         grad, value = pa.grad_and_value(loss(c), **knobs)(w, x)
         return grad * value
 
-    def with_aux(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    def with_aux(w, v, x, c):
         grad, aux = pa.grad(lambda w, x: (mean(w, x, c), rows(w, x, c)), has_aux=True, **knobs)(
             w, x
         )
         return torch.cat([grad, aux])
 
-    def weighted(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    def weighted(w, v, x, c):
         of = lambda w, x: pa.Weighted((rows(w, x, c) * c).sum(), c * len(x))  # noqa: E731
         return pa.grad(of, **knobs)(w, x) * 3  # the weight is 3 * 8
 
     value = pa.value
-    size_alone: Any = {"microbatch_size": size}
+    size_alone = {"microbatch_size": size}
     return {
         "value": (
             lambda w, v, x, c: value(loss(c), **size_alone)(w, x),
@@ -105,10 +101,7 @@ def ours(size: Any, engine: Any) -> dict[str, tuple[Program, Program]]:
             lambda w, v, x, c: pa.grad(loss(c), **knobs)(w, x),
             lambda w, v, x, c: torch.func.grad(mean)(w, x, c),
         ),
-        "grad_and_value": (
-            both,
-            lambda w, v, x, c: torch.func.grad(mean)(w, x, c) * mean(w, x, c),
-        ),
+        "grad_and_value": (both, lambda w, v, x, c: torch.func.grad(mean)(w, x, c) * mean(w, x, c)),
         "aux": (
             with_aux,
             lambda w, v, x, c: torch.cat([torch.func.grad(mean)(w, x, c), rows(w, x, c)]),
@@ -125,24 +118,18 @@ def ours(size: Any, engine: Any) -> dict[str, tuple[Program, Program]]:
             lambda w, v, x, c: pa.gramian(of_row(c), **chunks)(w, x),
             lambda w, v, x, c: each(w, x, c) @ each(w, x, c).T,
         ),
-        "hvp": (
-            lambda w, v, x, c: hvp(loss(c), **size_alone)(w, x, v)[1],
-            plain_hessian_product,
-        ),
+        "hvp": (lambda w, v, x, c: hvp(loss(c), **size_alone)(w, x, v)[1], plain_hessian_product),
         "ggnvp": (
             lambda w, v, x, c: ggnvp(
                 lambda w, x: rows(w, x, c), lambda out, x: (out**2 * c).mean(), **size_alone
             )(w, x, v),
             plain_gauss_newton,
         ),
-        "fisher_vp": (
-            lambda w, v, x, c: fisher_vp(of_row(c), **size_alone)(w, x, v),
-            plain_fisher,
-        ),
+        "fisher_vp": (lambda w, v, x, c: fisher_vp(of_row(c), **size_alone)(w, x, v), plain_fisher),
     }
 
 
-def close(found: Any, want: Any) -> None:
+def close(found, want):
     """Beyond 2**53 numbers are rounded: then an error is at most sqrt(u) of what it is of."""
     assert (found - want).norm() <= 2.0**-26 * want.norm()
 
@@ -154,11 +141,11 @@ ENGINES = dict.fromkeys(NAMES, ("func",)) | dict.fromkeys(
 CASES = [(name, engine) for name in NAMES for engine in ENGINES[name]]
 
 
-def number(out: Tensor) -> Tensor:
+def number(out):
     return (out**2).sum()
 
 
-def requiring(which: tuple[int, ...]) -> Operands:
+def requiring(which):
     found = [x.clone() for x in (W, V, X, C)]
     for i in which:
         found[i].requires_grad_()
@@ -167,7 +154,7 @@ def requiring(which: tuple[int, ...]) -> Operands:
 
 @pytest.mark.parametrize("which", [(0,), (2,), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize(("name", "engine"), CASES)
-def test_first_and_second_derivatives(name: str, engine: str, which: tuple[int, ...]) -> None:
+def test_first_and_second_derivatives(name, engine, which):
     for size in SIZES:
         called, plain = ours(size, engine)[name]
         operands = requiring(which)
@@ -175,12 +162,12 @@ def test_first_and_second_derivatives(name: str, engine: str, which: tuple[int, 
         want = torch.func.grad(lambda *xs, plain=plain: number(plain(*xs)), which)(W, V, X, C)
         out = called(*operands)
         assert torch.equal(out, plain(W, V, X, C))
-        unused: Any = {"materialize_grads": True}
+        unused = {"materialize_grads": True}
         found = torch.autograd.grad(number(out), wrt, create_graph=True, **unused)
         assert all(map(torch.equal, found, want))
 
-        def of_second(*xs: Tensor, plain: Program = plain) -> Tensor:
-            return sum(map(number, torch.func.grad(lambda *xs: number(plain(*xs)), which)(*xs)))  # type: ignore[return-value]
+        def of_second(*xs, plain=plain):
+            return sum(map(number, torch.func.grad(lambda *xs: number(plain(*xs)), which)(*xs)))
 
         want = torch.func.grad(of_second, which)(W, V, X, C)
         second = torch.autograd.grad(sum(map(number, found)), wrt, **unused)
@@ -189,7 +176,7 @@ def test_first_and_second_derivatives(name: str, engine: str, which: tuple[int, 
 
 
 @pytest.mark.parametrize(("name", "engine"), CASES)
-def test_without_anything_that_requires_grad_there_is_no_history(name: str, engine: str) -> None:
+def test_without_anything_that_requires_grad_there_is_no_history(name, engine):
     called, plain = ours(3, engine)[name]
     out = called(W, V, X, C)
     assert not out.requires_grad
@@ -200,13 +187,13 @@ def test_without_anything_that_requires_grad_there_is_no_history(name: str, engi
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-def test_parameters_of_modules_that_a_loss_captures(engine: Any) -> None:
+def test_parameters_of_modules_that_a_loss_captures(engine):
     net = nn.Linear(3, 3, dtype=torch.float64)
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(integers(G, *p.shape, bound=2))
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return ((net(x) @ w) ** 2).mean()
 
     own = [*net.parameters()]
@@ -219,18 +206,18 @@ def test_parameters_of_modules_that_a_loss_captures(engine: Any) -> None:
     assert all(p.grad is None for p in own)
 
 
-def test_what_only_a_later_microbatch_captures() -> None:
+def test_what_only_a_later_microbatch_captures():
     c = C.clone().requires_grad_()
 
-    def new_loss() -> Any:
-        def loss(w: Tensor, x: Tensor) -> Tensor:
+    def new_loss():
+        def loss(w, x):
             out = ((x @ w) ** 2).sum()
             return out * c if x[0, 0] == X[6, 0] and torch.equal(x, X[6:]) else out
 
         return loss
 
     want = torch.autograd.grad(new_loss()(W, X[6:]), c)[0]
-    knobs: Any = {"microbatch_size": 3, "reduction": "sum", "check": False}
+    knobs = {"microbatch_size": 3, "reduction": "sum", "check": False}
     value = pa.value(new_loss(), **knobs)(W, X)
     assert torch.equal(torch.autograd.grad(value, c)[0], want)
     for engine in ("func", "auto", "autograd"):
@@ -239,11 +226,11 @@ def test_what_only_a_later_microbatch_captures() -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_what_a_later_microbatch_alone_draws_is_drawn_again(captured: bool) -> None:
+def test_what_a_later_microbatch_alone_draws_is_drawn_again(captured):
     """Nobody knows of it when the first one has been called."""
     w = W.clone().requires_grad_()
 
-    def total(w: Tensor, x: Tensor) -> Tensor:
+    def total(w, x):
         drawn = torch.rand(2, dtype=torch.float64).sum() if bool(x[0, 0] == 2) else 1.0
         return (x @ w).sum() * drawn
 
@@ -255,15 +242,15 @@ def test_what_a_later_microbatch_alone_draws_is_drawn_again(captured: bool) -> N
     value = pa.value(loss, microbatch_size=2, reduction="sum", check=False)(W if captured else w, x)
     torch.rand(5)
     value.backward()
-    assert torch.equal(w.grad, expected)  # pyright: ignore
+    assert torch.equal(w.grad, expected)
 
 
-def test_history_remembers_draws_and_modes() -> None:
+def test_history_remembers_draws_and_modes():
     net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 1)).double()
     fn = pa.functional(net)
     x = X.clone().requires_grad_()
 
-    def loss(params: Any, x: Tensor) -> Tensor:
+    def loss(params, x):
         return (fn.apply(params, fn.buffers, x)[0] ** 2).mean()
 
     torch.manual_seed(0)
@@ -275,13 +262,13 @@ def test_history_remembers_draws_and_modes() -> None:
     net.train()
     torch.manual_seed(0)
     y = X.clone().requires_grad_()
-    sum(loss(fn.params, part) / 2 for part in y.split(4)).backward()  # type: ignore[union-attr]
+    sum(loss(fn.params, part) / 2 for part in y.split(4)).backward()
     assert torch.equal(torch.get_rng_state(), state)
     close(x.grad, y.grad)
 
 
 @pytest.mark.parametrize("changed", ["w", "x", "c"])
-def test_an_operand_that_is_written_to_before_the_backward_pass_raises(changed: str) -> None:
+def test_an_operand_that_is_written_to_before_the_backward_pass_raises(changed):
     w, _, x, c = requiring((0, 3))
     value = pa.value(lambda w, x: mean(w, x, c), microbatch_size=3)(w, x)
     with torch.no_grad():
@@ -290,7 +277,7 @@ def test_an_operand_that_is_written_to_before_the_backward_pass_raises(changed: 
         value.backward()
 
 
-def test_a_captured_constant_that_is_written_to_raises() -> None:
+def test_a_captured_constant_that_is_written_to_raises():
     w, c = W.clone().requires_grad_(), C.clone()
     loss = lambda w, x: mean(w, x, c)  # noqa: E731
     value = pa.value(loss, microbatch_size=3)(w, X)
@@ -302,7 +289,7 @@ def test_a_captured_constant_that_is_written_to_raises() -> None:
 # Streams and states --------------------------------------------------------------------------
 
 
-def streamed(w: Tensor, x: Tensor, c: Tensor, donate: bool) -> Any:
+def streamed(w, x, c, donate):
     acc = pa.accumulator(lambda w, x: mean(w, x, c))
     state = acc.init(w)
     for part in x.split(3):
@@ -312,7 +299,7 @@ def streamed(w: Tensor, x: Tensor, c: Tensor, donate: bool) -> Any:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("which", [(0,), (2,), (3,)])
-def test_a_stream_raises_when_a_gradient_is_asked(which: tuple[int, ...], donate: bool) -> None:
+def test_a_stream_raises_when_a_gradient_is_asked(which, donate):
     w, _, x, c = requiring(which)
     acc, state = streamed(w, x, c, donate)
     grads, value = acc.finalize(state)
@@ -323,7 +310,7 @@ def test_a_stream_raises_when_a_gradient_is_asked(which: tuple[int, ...], donate
             (out + out.detach()).backward()
 
 
-def test_a_stream_keeps_nothing_of_what_it_has_seen() -> None:
+def test_a_stream_keeps_nothing_of_what_it_has_seen():
     w = W.clone().requires_grad_()
     acc, state = streamed(w, X, C, True)
     batches = list[weakref.ref[Tensor]]()
@@ -335,7 +322,7 @@ def test_a_stream_keeps_nothing_of_what_it_has_seen() -> None:
     assert not [x for x in batches if x() is not None]
 
 
-def test_a_value_over_a_stream_raises_too() -> None:
+def test_a_value_over_a_stream_raises_too():
     for which in ((0,), (2,), (3,)):
         w, _, x, c = requiring(which)
         of = pa.value(lambda w, x, c=c: mean(w, x, c), stream=True)
@@ -348,10 +335,8 @@ def test_a_value_over_a_stream_raises_too() -> None:
 @pytest.mark.parametrize("compile", [False, {"backend": "eager"}])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("form", ["whole", "window", "generator", "pieces"])
-def test_a_step_follows_its_state_its_batch_and_what_is_shared(
-    form: str, donate: bool, compile: Any
-) -> None:
-    def loss(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+def test_a_step_follows_its_state_its_batch_and_what_is_shared(form, donate, compile):
+    def loss(w, x, c):
         return mean(w, x, c)
 
     step = pa.make_step(loss, pa.sgd(0.5), microbatch_size=4, donate=donate, compile=compile)
@@ -375,10 +360,10 @@ def test_a_step_follows_its_state_its_batch_and_what_is_shared(
 
 
 @pytest.mark.parametrize("engine", ["auto", "func"])
-def test_a_step_refuses_what_its_loss_captures_but_parameters_of_modules(engine: Any) -> None:
+def test_a_step_refuses_what_its_loss_captures_but_parameters_of_modules(engine):
     net = nn.Linear(3, 3, dtype=torch.float64)
     c, beside = C.clone().requires_grad_(), net(X)
-    losses: dict[str, Program] = {
+    losses = {
         "leaf": lambda w, x: mean(w, x, c),
         "computed": lambda w, x: ((beside[: len(x)] @ w) ** 2).mean(),
     }
@@ -393,7 +378,7 @@ def test_a_step_refuses_what_its_loss_captures_but_parameters_of_modules(engine:
     assert not step(step.init(W), X)[0].params.requires_grad
 
 
-def test_a_tensor_that_a_step_captures_later() -> None:
+def test_a_tensor_that_a_step_captures_later():
     held = {"c": C}
     step = pa.make_step(lambda w, x: mean(w, x, held["c"]), pa.sgd(0.5), microbatch_size=4)
     state, _ = step(step.init(W), X)
@@ -402,7 +387,7 @@ def test_a_tensor_that_a_step_captures_later() -> None:
         step(state, X)
 
 
-def test_a_run_begins_with_numbers() -> None:
+def test_a_run_begins_with_numbers():
     step = pa.make_step(lambda w, x: mean(w["w"], x, C), pa.sgd(0.5))
     leaf = W.clone().requires_grad_()
     with saying(ValueError, "params['w'] was computed from", "state._replace(params=params)"):
@@ -410,7 +395,7 @@ def test_a_run_begins_with_numbers() -> None:
     assert not step.init({"w": leaf}).params["w"].requires_grad
 
 
-def test_a_hundred_steps_with_gradients_in_grad_stay_flat() -> None:
+def test_a_hundred_steps_with_gradients_in_grad_stay_flat():
     net = nn.Linear(3, 1, dtype=torch.float64)
     own = dict(net.named_parameters())
     of = pa.grad(
@@ -418,7 +403,7 @@ def test_a_hundred_steps_with_gradients_in_grad_stay_flat() -> None:
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
-    def run(steps: int) -> int:
+    def run(steps):
         for _ in range(steps):
             for name, g in of(own, X.clone()).items():
                 own[name].grad = g
@@ -434,15 +419,15 @@ def test_a_hundred_steps_with_gradients_in_grad_stay_flat() -> None:
 
 @examples(0.5)
 @given(st.data())
-def test_programs_of_several(data: st.DataObject) -> None:
+def test_programs_of_several(data):
     """What one gives, the next one is given, inside of a loss of a third."""
     names = st.sampled_from(["value", "grad", "hvp", "ggnvp", "fisher_vp"])
     first, second = data.draw(names), data.draw(names)
     size = data.draw(st.sampled_from([2, 3, 8]))
     which = data.draw(st.sampled_from([(0,), (3,), (0, 1, 2, 3)]))
 
-    def program(a: Program, b: Program) -> Program:
-        def run(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    def program(a, b):
+        def run(w, v, x, c):
             z = a(w, v, x, c).sum() * v
             return number(b(w + z * 2.0**-8, v, x, c) * 2.0**-8)
 
@@ -458,21 +443,21 @@ def test_programs_of_several(data: st.DataObject) -> None:
         close(a, b)
 
 
-def test_inside_of_a_microbatched_function() -> None:
-    def inner(w: Tensor, x: Tensor) -> Tensor:
+def test_inside_of_a_microbatched_function():
+    def inner(w, x):
         return pa.grad(lambda w, x: mean(w, x, C), microbatch_size=1)(w, x)
 
     w = W.clone().requires_grad_()
     outer = pa.microbatch(lambda w, x: inner(w, x), microbatch_size=4, reduce="sum")
     number(outer(w, X)).backward()
     want = torch.func.grad(
-        lambda w: number(sum(torch.func.grad(mean)(w, part, C) for part in X.split(4)))  # type: ignore[arg-type]
+        lambda w: number(sum(torch.func.grad(mean)(w, part, C) for part in X.split(4)))
     )(W)
     assert torch.equal(w.grad, want)
 
 
 @pytest.mark.parametrize("vectorize", [False, True])
-def test_autograd_functional(vectorize: bool) -> None:
+def test_autograd_functional(vectorize):
     """torch.autograd.functional goes by plain autograd, and maps cotangents where it vectorizes."""
     functional = torch.autograd.functional
     want = torch.func.hessian(lambda w: mean(w, X, C))(W)
@@ -483,11 +468,11 @@ def test_autograd_functional(vectorize: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["value", "grad", "hvp"])
-def test_a_backward_pass_takes_the_memory_of_one_microbatch(name: str) -> None:
-    alive: list[int] = []
-    made: list[weakref.ref[Tensor]] = []
+def test_a_backward_pass_takes_the_memory_of_one_microbatch(name):
+    alive = []
+    made = []
 
-    def of_one(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    def of_one(w, x, c):
         out = rows(w, x, c)
         made.append(weakref.ref(out))
         alive.append(sum(x() is not None for x in made))
@@ -495,7 +480,7 @@ def test_a_backward_pass_takes_the_memory_of_one_microbatch(name: str) -> None:
 
     w = W.clone().requires_grad_()
     loss = lambda w, x: of_one(w, x, C)  # noqa: E731
-    calls: dict[str, Callable[[], Tensor]] = {
+    calls = {
         "value": lambda: pa.value(loss, microbatch_size=1)(w, X),
         "grad": lambda: number(pa.grad(loss, microbatch_size=1)(w, X)),
         "hvp": lambda: number(hvp(loss, microbatch_size=1)(w, X, V)[1]),
@@ -505,11 +490,11 @@ def test_a_backward_pass_takes_the_memory_of_one_microbatch(name: str) -> None:
     assert max(alive) <= 2
 
 
-def test_in_several_threads() -> None:
+def test_in_several_threads():
     want = torch.func.grad(lambda w: number(torch.func.grad(mean)(w, X, C)))(W)
-    found: list[Tensor] = []
+    found = []
 
-    def work() -> None:
+    def work():
         for _ in range(10):
             w, c = W.clone().requires_grad_(), C.clone().requires_grad_()
             out = pa.grad(lambda w, x, c=c: mean(w, x, c), microbatch_size=3)(w, X)
@@ -524,7 +509,7 @@ def test_in_several_threads() -> None:
     assert all(torch.equal(x, want) for x in found)
 
 
-def test_a_vmap_in_a_loss_twice_backwards() -> None:
+def test_a_vmap_in_a_loss_twice_backwards():
     """What a piece is given is its operand, not captured: levels are over by the backward pass."""
     mapped = torch.func.vmap(rows, (None, 0, None))
     of = pa.grad(lambda w, x: mapped(w, x, C).sum(), microbatch_size=3, reduction="sum")
@@ -539,11 +524,11 @@ def test_a_vmap_in_a_loss_twice_backwards() -> None:
     assert torch.equal(pull(V)[0], second)
 
 
-def test_what_is_refused_is_refused_to_who_asks_for_one_gradient() -> None:
+def test_what_is_refused_is_refused_to_who_asks_for_one_gradient():
     c = C.clone().requires_grad_()
 
-    def dropping(made: int) -> Program:
-        def loss(w: Tensor, x: Tensor) -> Tensor:
+    def dropping(made):
+        def loss(w, x):
             tensors = [*x.expand(made, *x.shape)]
             del tensors[::2]
             return mean(w, x, c) + torch.func.grad(lambda w: mean(w, x, C))(w).sum()

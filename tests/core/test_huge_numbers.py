@@ -1,8 +1,5 @@
 """Numbers beyond what torch counts with are refused in words, or work as smaller ones do."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,22 +8,20 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.refusals import refused
 
 
-pytestmark = [
-    pytest.mark.faults,
-]
+pytestmark = [pytest.mark.faults]
 W, X, KEY = torch.tensor(2.0), torch.arange(6.0), pa.key(0)
 
 
-def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def loss(w, x):
     return (w * x).square().mean()
 
 
-def stepped(**knobs: Any) -> Any:
+def stepped(**knobs):
     step = pa.make_step(loss, pa.sgd(0.1), **knobs)
     return step(step.init(W), X)
 
 
-SIZES: dict[str, Callable[[int], Any]] = {
+SIZES = {
     "grad": lambda n: pa.grad(loss, microbatch_size=n)(W, X),
     "autograd": lambda n: pa.grad(loss, microbatch_size=n, engine="autograd")(W, X),
     "skip": lambda n: pa.grad_and_value(loss, microbatch_size=n, nonfinite="skip")(W, X),
@@ -46,14 +41,14 @@ SIZES: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize(
     "name", [n if n != "compiled" else pytest.param(n, marks=pytest.mark.slow) for n in SIZES]
 )
-def test_a_size_may_be_any_number_above_the_rows(name: str) -> None:
+def test_a_size_may_be_any_number_above_the_rows(name):
     """It takes a batch whole, in an eager step as in a compiled one."""
     want = SIZES[name](1000)
     for huge in (2**63 - 1, 2**63, 2**64, 10**400, 10**5000):
         assert_trees_bitwise_equal(SIZES[name](huge), want)
 
 
-COUNTS: dict[str, tuple[str, Callable[[int], Any]]] = {
+COUNTS = {
     "sizes": ("microbatch_size=[", lambda n: pa.grad(loss, microbatch_size=[n, 4])(W, X)),
     "argnums": ("argnums ", lambda n: pa.grad(loss, n)(W, X)),
     "several": ("argnums[1] is", lambda n: pa.grad(loss, (0, n))(W, X)),
@@ -78,13 +73,13 @@ COUNTS: dict[str, tuple[str, Callable[[int], Any]]] = {
 
 
 @pytest.mark.parametrize(("root", "takes"), COUNTS.values(), ids=COUNTS)
-def test_a_count_that_torch_cannot_hold_is_refused(root: str, takes: Any) -> None:
+def test_a_count_that_torch_cannot_hold_is_refused(root, takes):
     for huge in (2**63, 2**64, 10**400, 10**5000):
         with refused(ValueError, root):
             takes(huge)
 
 
-def test_a_count_that_torch_can_hold() -> None:
+def test_a_count_that_torch_can_hold():
     most = 2**63 - 1
     assert pa.linear_warmup(0.5, most)(torch.tensor(most)) == 0.5
     assert pa.step_decay(0.5, most)(torch.tensor(most)) == 0.05
@@ -94,13 +89,13 @@ def test_a_count_that_torch_can_hold() -> None:
     assert [joined(torch.tensor(n)).item() for n in (3, most)] == [0.1, 0.2]
 
 
-def test_a_seed_has_64_bits() -> None:
+def test_a_seed_has_64_bits():
     for huge in (2**64, -(2**63) - 1, 10**400, 10**5000):
         with refused(ValueError, "seed is", "from -2**63 to 2**64 - 1"):
             pa.key(huge)
 
 
-FLOATS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+FLOATS = {
     "lr": ("lr is inf", pa.sgd),
     "momentum": ("momentum is inf", lambda x: pa.sgd(0.1, x)),
     "weight_decay": ("weight_decay is inf", lambda x: pa.adamw(0.1, weight_decay=x)),
@@ -121,14 +116,14 @@ FLOATS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", FLOATS)
-def test_a_whole_number_larger_than_any_float_is_refused(name: str) -> None:
+def test_a_whole_number_larger_than_any_float_is_refused(name):
     root, takes = FLOATS[name]
     for huge in (10**400, 10**5000):
         with refused(ValueError, root):
             takes(huge)
 
 
-def test_a_whole_number_is_a_float() -> None:
+def test_a_whole_number_is_a_float():
     """Those from 2**64 on too, which torch takes for no number at all."""
     for n in (3, 2**63, 2**64):
         for make in (

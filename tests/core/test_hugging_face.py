@@ -4,12 +4,10 @@ The model comes from a configuration and has random weights; nothing is download
 """
 
 import os
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import pureaccum as pa
 
@@ -22,7 +20,7 @@ SIZES = (1, 2, 3, 7)
 
 
 @pytest.fixture(scope="module", params=["eager", "sdpa"])
-def model(request: Any) -> torch.nn.Module:
+def model(request):
     """GPT-2, which is float64 throughout; Llama's norms cast to float32."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -41,28 +39,28 @@ def model(request: Any) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def batch() -> dict[str, Tensor]:
+def batch():
     tokens = torch.randint(0, 31, (len(KEPT), 13), generator=torch.Generator().manual_seed(0))
     masked = torch.arange(13) > torch.tensor(KEPT)[:, None]
     return {"input_ids": tokens, "labels": tokens.masked_fill(masked, -100)}
 
 
-def total(model: Any, params: Any, batch: Any) -> Tensor:
+def total(model, params, batch):
     """The summed loss of the next tokens."""
     out = torch.func.functional_call(model, params, kwargs={"input_ids": batch["input_ids"]})
     logits, labels = out.logits[:, :-1], batch["labels"][:, 1:]
     return F.cross_entropy(logits.transpose(1, 2), labels, reduction="sum", ignore_index=-100)
 
 
-def count(batch: Any) -> Tensor:
+def count(batch):
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+def parameters(model):
     return {name: p.detach() for name, p in model.named_parameters()}  # tied ones once
 
 
-def full_batch(model: Any, batch: Any) -> dict[str, Tensor]:
+def full_batch(model, batch):
     """The mean over all tokens that count, by ``.backward()``.
 
     Not ``model(**batch).loss``, which casts to float32; that is the same mean, to half its digits.
@@ -78,12 +76,10 @@ def full_batch(model: Any, batch: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("size", SIZES)
-def test_weighted_by_tokens_is_the_full_batch(
-    model: Any, batch: Any, size: int, engine: Any
-) -> None:
+def test_weighted_by_tokens_is_the_full_batch(model, batch, size, engine):
     """To sqrt(u) of the sum of the norms of the microbatches' shares, leaf by leaf."""
 
-    def loss(params: Any, part: Any) -> pa.Weighted:
+    def loss(params, part):
         return pa.Weighted(total(model, params, part), count(part))
 
     params = parameters(model)
@@ -98,12 +94,12 @@ def test_weighted_by_tokens_is_the_full_batch(
         assert (grads[name] - want).norm() <= 2**-26.5 * scale
 
 
-def test_a_mean_of_means_is_far_off(model: Any, batch: Any) -> None:
+def test_a_mean_of_means_is_far_off(model, batch):
     """The control: rows of different lengths averaged alike are far off, without any NaN."""
     rows = [i for i, kept in enumerate(KEPT) if kept]  # an all-masked mean is NaN
     some = {key: column[rows] for key, column in batch.items()}
 
-    def mean(params: Any, part: Any) -> Tensor:
+    def mean(params, part):
         return total(model, params, part) / count(part)
 
     with pytest.raises(pa.CoupledLossError):

@@ -1,7 +1,5 @@
 """``pa.grad`` inside of a loss that is itself differentiated, and beside per-sample gradients."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
-from tests.problems import Problem, make, policies, problems, total
+from tests.problems import make, policies, problems, total
 
 
 pytestmark = pytest.mark.transforms
@@ -19,11 +17,11 @@ pytestmark = pytest.mark.transforms
 
 @examples(1 / 3)
 @given(problems, st.integers(1, 8))
-def test_a_loss_may_adapt_by_pa_grad(problem: Problem, outer_size: int) -> None:
+def test_a_loss_may_adapt_by_pa_grad(problem, outer_size):
     """Inner steps over one batch, an outer gradient over another: microbatched both, as MAML."""
     other = make(problem.kind, problem.nonfinite, 1, 6, outer_size)
 
-    def adapted(gradient: Any, params: Any) -> Any:
+    def adapted(gradient, params):
         steps = gradient(params, problem.batch)
         return optree.tree_map(lambda p, g: p - 0.01 * g, params, steps)
 
@@ -45,17 +43,17 @@ def test_a_loss_may_adapt_by_pa_grad(problem: Problem, outer_size: int) -> None:
 
 @examples(1 / 3)
 @given(problems)
-def test_a_loss_may_penalise_the_norm_of_a_gradient(problem: Problem) -> None:
+def test_a_loss_may_penalise_the_norm_of_a_gradient(problem):
     """grad of ``|pa.grad|**2``: twice the Hessian times the gradient."""
 
-    def penalty(gradient: Any) -> Any:
+    def penalty(gradient):
         return lambda p: sum((g**2).sum() for g in gradient(p, problem.batch).values())
 
     whole = torch.func.grad(problem.whole)
     now = whole(problem.params, problem.batch)
 
-    def term(f: Any) -> Any:
-        def dot(p: Any) -> Any:
+    def term(f):
+        def dot(p):
             return 2 * sum(
                 (g * now[k]).sum() for k, g in torch.func.grad(f)(p, problem.batch).items()
             )
@@ -74,7 +72,7 @@ rowwise = st.builds(make, st.just("mean"), policies, seeds(), st.integers(1, 7),
 
 @examples(1 / 3)
 @given(rowwise)
-def test_pa_grad_stands_beside_per_sample_gradients(problem: Problem) -> None:
+def test_pa_grad_stands_beside_per_sample_gradients(problem):
     """vmap(pa.grad) over rows is vmap(torch.func.grad), and its mean is pa.grad of the batch."""
     samples = {key: column[:, None] for key, column in problem.batch.items()}
     ours = pa.grad(total, microbatch_size=1, **problem.knobs)
@@ -89,8 +87,8 @@ def test_pa_grad_stands_beside_per_sample_gradients(problem: Problem) -> None:
 
 @examples(1 / 3)
 @given(rowwise)
-def test_a_loss_may_map_over_its_rows(problem: Problem) -> None:
-    def loss(params: Any, batch: Any) -> Any:
+def test_a_loss_may_map_over_its_rows(problem):
+    def loss(params, batch):
         samples = {key: column[:, None] for key, column in batch.items()}
         return torch.func.vmap(total, (None, 0))(params, samples).mean()
 

@@ -1,35 +1,25 @@
 """A loss that returns no loss is refused at its first call, by what it returned."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum._base.trees import tree_map
 from pureaccum.testing import unchanged
-from tests.refusals import (
-    PARAMS,
-    Loss,
-    Receiver,
-    make_batch,
-    receivers_but,
-    refused,
-    squares,
-)
+from tests.refusals import PARAMS, Loss, make_batch, receivers_but, refused, squares
 from tests.tables import each_once
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
 
 
-def rows(params: Any, batch: Any) -> Any:
+def rows(params, batch):
     return batch["x"] @ params["w"]
 
 
 SCALAR = "expected a 0-d"
-BAD: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+BAD = {
     "rows": (rows, ValueError, ("the loss has shape (2,)", SCALAR, ".mean()", "Weighted")),
     "one row": (lambda p, b: p["w"][:1], ValueError, ("the loss has shape (1,)", SCALAR)),
     "None": (lambda p, b: None, TypeError, ("the loss is None", SCALAR, "no return statement")),
@@ -49,12 +39,12 @@ BAD: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         ("the total of Weighted has shape (2,)", SCALAR),
     ),
     "total of None": (
-        lambda p, b: pa.Weighted(None, 2),  # type: ignore[arg-type]
+        lambda p, b: pa.Weighted(None, 2),
         TypeError,
         ("the total of Weighted is None",),
     ),
 }
-WEIGHTS: dict[str, tuple[Any, str]] = {
+WEIGHTS = {
     "mask": (torch.ones(2, dtype=torch.bool), "a torch.bool tensor of shape (2,)"),
     "one-element": (torch.ones(1), "a torch.float32 tensor of shape (1,)"),
     "complex tensor": (torch.tensor(1j), "a torch.complex64 tensor of shape ()"),
@@ -76,14 +66,14 @@ ALL = receivers_but("microbatches")
 
 
 @each_once("to, returns, error, words", ALL, BAD)
-def test_a_loss_is_a_real_scalar(to: Receiver, returns: Any, error: Any, words: Any) -> None:
+def test_a_loss_is_a_real_scalar(to, returns, error, words):
     loss, batch = Loss(returns), make_batch(2)
     with refused(error, *words, given=(PARAMS, batch), loss=loss, calls=1):
         to.run(loss, PARAMS, batch)
 
 
 @each_once("to, weight, came", ALL, WEIGHTS)
-def test_a_weight_is_a_real_number(to: Receiver, weight: Any, came: str) -> None:
+def test_a_weight_is_a_real_number(to, weight, came):
     loss = Loss(lambda p, b: pa.Weighted(squares(p, b), weight))
     words = ("the weight of Weighted is " + came, "real 0-d tensor or a number", "mask")
     with refused(TypeError, *words, given=PARAMS, loss=loss, calls=1):
@@ -91,7 +81,7 @@ def test_a_weight_is_a_real_number(to: Receiver, weight: Any, came: str) -> None
 
 
 @each_once("to, returns, came", ALL, NO_PAIRS)
-def test_a_loss_with_aux_is_a_pair(to: Receiver, returns: Any, came: str) -> None:
+def test_a_loss_with_aux_is_a_pair(to, returns, came):
     """``Weighted`` is a pair of another kind."""
     loss = Loss(returns)
     words = (f"the loss returned {came}", "has_aux=True", "(loss, aux)", "Weighted")
@@ -100,9 +90,7 @@ def test_a_loss_with_aux_is_a_pair(to: Receiver, returns: Any, came: str) -> Non
 
 
 @each_once("transform, returns, error, words", TRANSFORMS, BAD)
-def test_a_loss_that_is_not_cut_is_a_real_scalar(
-    transform: Any, returns: Any, error: Any, words: Any
-) -> None:
+def test_a_loss_that_is_not_cut_is_a_real_scalar(transform, returns, error, words):
     loss = Loss(returns)
     with refused(error, *words, given=PARAMS, loss=loss, calls=1):
         transform(loss)(PARAMS, make_batch(2))
@@ -114,11 +102,11 @@ X = torch.ones(4, 2)
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("size", [None, 2])
-def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine: Any, size: Any) -> None:
+def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine, size):
     """The first mistake of a newcomer: a gradient of zero, step after step."""
     params = pa.functional(NET).params
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return NET(x).square().mean()
 
     words = "depends on none of the parameters", "calls a Linear with its own", "functional(net)"
@@ -130,7 +118,7 @@ def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine: Any, si
         step(state, X)
 
 
-DEPENDING: dict[str, Any] = {
+DEPENDING = {
     "a constant": lambda p, x: torch.ones(()),
     "a teacher": lambda p, x: (NET(x) - x @ p["weight"].T).square().mean(),
     "functional_call": lambda p, x: torch.func.functional_call(NET, p, (x,)).square().mean(),
@@ -142,7 +130,7 @@ FROZEN = torch.nn.Linear(2, 1).requires_grad_(False)
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("name", DEPENDING)
-def test_losses_that_depend_on_their_parameters_may_call_modules(name: str, engine: Any) -> None:
+def test_losses_that_depend_on_their_parameters_may_call_modules(name, engine):
     params = pa.functional(NET).params
     for size in (None, 2):
         pa.grad(DEPENDING[name], microbatch_size=size, engine=engine)(params, X)
@@ -153,7 +141,7 @@ def test_losses_that_depend_on_their_parameters_may_call_modules(name: str, engi
 
 ROWS, PART = 16, 4
 W, WIDE, LABELS = torch.ones(3), torch.ones(ROWS, 3), torch.arange(ROWS) % 2
-FAIL: dict[str, Any] = {  # where y has 16 rows and x has 4
+FAIL = {  # where y has 16 rows and x has 4
     "arithmetic": lambda w, x, y: (x @ w - y).square().mean(),
     "cross entropy": lambda w, x, y: nn.functional.cross_entropy(x * w, y),
     "a mask": lambda w, x, y: (x @ w)[y > 0].mean(),
@@ -165,17 +153,17 @@ FAIL: dict[str, Any] = {  # where y has 16 rows and x has 4
 }
 
 
-def accumulated(loss: Any, *args: Any, **named: Any) -> Any:
+def accumulated(loss, *args, **named):
     acc = pa.accumulator(loss, has_aux=False)
     return acc.update(acc.init(args[0]), args[0], tree_map(lambda x: x[:PART], args[1]), *args[2:])
 
 
-def stepped(loss: Any, *args: Any, **knobs: Any) -> Any:
+def stepped(loss, *args, **knobs):
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=PART, **knobs)
     return step(step.init(args[0]), *args[1:])
 
 
-CALLS: dict[str, Any] = {
+CALLS = {
     "grad": lambda f, *args: pa.grad(f, microbatch_size=PART)(*args),
     "by autograd": lambda f, *args: pa.grad_and_value(f, microbatch_size=[PART] * 4, engine="auto")(
         *args
@@ -195,14 +183,12 @@ CALLS: dict[str, Any] = {
 }
 
 
-def notes_of(error: BaseException) -> list[str]:
+def notes_of(error):
     return getattr(error, "__notes__", [])
 
 
 @each_once("call, loss", CALLS, FAIL)
-def test_a_loss_that_fails_on_rows_is_told_which_argument_may_be_a_batch(
-    call: Any, loss: Any
-) -> None:
+def test_a_loss_that_fails_on_rows_is_told_which_argument_may_be_a_batch(call, loss):
     x, y = ({"x": WIDE}, {"y": [LABELS]}) if loss is FAIL["a pytree"] else (WIDE, LABELS)
     with unchanged((W, x, y)), pytest.raises(Exception, match=r"16") as caught:
         call(loss, W, x, y)
@@ -211,11 +197,11 @@ def test_a_loss_that_fails_on_rows_is_told_which_argument_may_be_a_batch(
     assert torch.isfinite(loss(W, x, y))
 
 
-def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind() -> None:
+def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind():
     loss = FAIL["arithmetic"]
     named = lambda w, x, *, y: loss(w, x, y)  # noqa: E731
     behind = lambda w, y, x: loss(w, x, y)  # noqa: E731
-    knobs: Any = {"microbatch_size": PART}
+    knobs = {"microbatch_size": PART}
     for call, words in (
         (lambda: pa.grad(named, **knobs)(W, WIDE, y=LABELS), "argument 'y' has 16 rows"),
         (lambda: pa.grad(behind, batch_argnums=-1, **knobs)(W, LABELS, WIDE), "argument 1 has 16"),
@@ -229,12 +215,12 @@ def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind() -> 
         with pytest.raises(RuntimeError) as caught:
             call()
         assert [words in note for note in notes_of(caught.value)] == [True]
-    by_name: Any = {"batch_argnums": (), "batch_argnames": ("x", "y"), "reduce": "mean"} | knobs
+    by_name = {"batch_argnums": (), "batch_argnames": ("x", "y"), "reduce": "mean"} | knobs
     pa.microbatch(named, **by_name | {"batch_argnums": 1, "batch_argnames": "y"})(W, WIDE, y=LABELS)
     pa.grad(loss, batch_argnums=(1, 2), **knobs)(W, WIDE, LABELS)
 
 
-SILENT: dict[str, Any] = {  # errors for other reasons
+SILENT = {  # errors for other reasons
     "a key": lambda w, x, y: {}["16"],
     "shapes of its own": lambda w, x, y: x @ torch.ones(5),
     "rows of its own": lambda w, x, y: x + torch.ones(7, 1),
@@ -243,14 +229,14 @@ SILENT: dict[str, Any] = {  # errors for other reasons
 
 
 @each_once("call, loss", CALLS, SILENT)
-def test_other_errors_of_a_loss_are_told_nothing(call: Any, loss: Any) -> None:
+def test_other_errors_of_a_loss_are_told_nothing(call, loss):
     with pytest.raises(Exception, match=r".") as caught:
         call(loss, W, WIDE, LABELS)
     assert not notes_of(caught.value)
 
 
 LINEAR = pa.functional(torch.nn.Linear(3, 1, bias=False))
-AS_TENSOR: dict[str, Any] = {
+AS_TENSOR = {
     "a method": lambda out, x: out.mean(),
     "a difference": lambda out, x: (out - x).mean(),
     "a difference from": lambda out, x: (x - out).mean(),
@@ -263,7 +249,7 @@ AS_TENSOR: dict[str, Any] = {
 
 
 @each_once("call, use", CALLS, AS_TENSOR)
-def test_what_apply_returns_is_a_pair(call: Any, use: Any) -> None:
+def test_what_apply_returns_is_a_pair(call, use):
     with pytest.raises((TypeError, AttributeError), match="tuple") as caught:
         call(lambda p, x, y: use(LINEAR.apply({"weight": p[None]}, (), x), x), W, WIDE, LABELS)
     (note,) = [note for note in notes_of(caught.value) if "pair" in note]

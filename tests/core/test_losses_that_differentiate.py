@@ -5,12 +5,8 @@ stream, the first state of a run and an optimizer keep no graph: these refuse pl
 which they would be constants, so that a gradient would silently lack a term.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.curvature import fisher_vp, ggnvp, hvp
@@ -26,11 +22,11 @@ X = integers(RANDOM, 4, 3, bound=2).double()
 SGD = pa.sgd(0.5)
 
 
-def f(w: Tensor, x: Tensor) -> Tensor:
+def f(w, x):
     return ((x @ w) ** 3).sum()
 
 
-def accumulated(w: Tensor) -> Tensor:
+def accumulated(w):
     acc = pa.accumulator(f, reduction="sum")
     state = acc.init(w)
     for part in X.split(2):
@@ -38,21 +34,21 @@ def accumulated(w: Tensor) -> Tensor:
     return acc.finalize(state)[0]
 
 
-def trained(w: Tensor) -> Tensor:
+def trained(w):
     step = pa.make_step(f, SGD, microbatch_size=2, reduction="sum")
     return step(step.init(w), X)[0].params
 
 
-def moved(w: Tensor) -> Tensor:
+def moved(w):
     return SGD.apply(torch.func.grad(f)(w, X), SGD.init(w), w)[0]
 
 
-def by_gauss_newton(w: Tensor) -> Tensor:
+def by_gauss_newton(w):
     of = ggnvp(lambda w, x: (x @ w) ** 2, lambda out, x: (out**2).sum(), reduction="sum")
     return of(w, X, V)
 
 
-CALLED: dict[str, Callable[[Tensor], Tensor]] = {
+CALLED = {
     "grad": lambda w: pa.grad(f, microbatch_size=2, reduction="sum")(w, X),
     "value": lambda w: pa.value(f, microbatch_size=2, reduction="sum")(w, X),
     "accumulator": accumulated,
@@ -66,17 +62,17 @@ CALLED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def loss_of(called: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(called):
     """The mean over rows of what is the same for all of them, and of a term that is not."""
     return lambda w, x: (called(w) * 0.25).sum() + ((x @ w) ** 2).mean()
 
 
-def by_step(loss: Callable[..., Tensor]) -> Tensor:
+def by_step(loss):
     step = pa.make_step(loss, pa.sgd(1.0), microbatch_size=2)
     return W - step(step.init(W), X)[0].params
 
 
-def by_updates(loss: Callable[..., Tensor]) -> Tensor:
+def by_updates(loss):
     acc = pa.accumulator(loss, engine="auto")
     state = acc.init(W)
     for part in X.split(2):
@@ -84,7 +80,7 @@ def by_updates(loss: Callable[..., Tensor]) -> Tensor:
     return acc.finalize(state)[0]
 
 
-BY: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+BY = {
     "make_step": by_step,
     "accumulator": by_updates,
     "pa.grad": lambda loss: pa.grad(loss, microbatch_size=2)(W, X),
@@ -94,7 +90,7 @@ BY: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
 
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("name", CALLED)
-def test_what_a_loss_calls_is_differentiated(name: str, by: str) -> None:
+def test_what_a_loss_calls_is_differentiated(name, by):
     loss = loss_of(CALLED[name])
     want = torch.func.grad(loss)(W, X)
     assert not torch.equal(want, torch.func.grad(loss_of(lambda w: CALLED[name](W)))(W, X))
@@ -102,14 +98,14 @@ def test_what_a_loss_calls_is_differentiated(name: str, by: str) -> None:
         assert torch.equal(BY[by](loss), want)
 
 
-def microbatched(loss: Callable[..., Tensor]) -> Tensor:
+def microbatched(loss):
     w = W.clone().requires_grad_()
     pa.microbatch(loss, microbatch_size=2, reduce="mean")(w, X).backward()
     assert w.grad is not None
     return w.grad
 
 
-BY_AUTOGRAD: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+BY_AUTOGRAD = {
     "grad": lambda loss: pa.grad(loss, microbatch_size=2, engine="autograd")(W, X),
     "per_sample_grad": lambda loss: pa.per_sample_grad(
         loss, engine="autograd", reduce="mean", keep_batch_dim=True
@@ -121,7 +117,7 @@ WITHOUT_GRAPH = ("accumulator", "make_step", "sgd")
 
 @pytest.mark.parametrize("by", BY_AUTOGRAD)
 @pytest.mark.parametrize("name", CALLED)
-def test_by_plain_autograd_too_or_refused(name: str, by: str) -> None:
+def test_by_plain_autograd_too_or_refused(name, by):
     loss = loss_of(CALLED[name])
     if name in WITHOUT_GRAPH:
         with saying(RuntimeError, "keeps no graph", "engine='func'", "torch.no_grad()"):
@@ -131,8 +127,8 @@ def test_by_plain_autograd_too_or_refused(name: str, by: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_a_constant_is_one_under_no_grad(name: str) -> None:
-    def constant(w: Tensor) -> Tensor:
+def test_a_constant_is_one_under_no_grad(name):
+    def constant(w):
         with torch.no_grad():
             return CALLED[name](w)
 
@@ -142,11 +138,11 @@ def test_a_constant_is_one_under_no_grad(name: str) -> None:
         assert torch.equal(pa.grad(loss, microbatch_size=2, engine=engine)(W, X), want)
 
 
-def test_a_loss_that_begins_to_differentiate_after_some_microbatches() -> None:
+def test_a_loss_that_begins_to_differentiate_after_some_microbatches():
     """What was summed until then is summed again."""
     late = loss_of(CALLED["grad"])
 
-    def loss(w: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(w, batch):
         x, row = batch
         return late(w, x) if row[0] >= 2 else ((x @ w) ** 2).mean()
 
@@ -158,22 +154,22 @@ def test_a_loss_that_begins_to_differentiate_after_some_microbatches() -> None:
 # Functions that take a gradient by torch.autograd.grad -------------------------------------
 
 
-def adapted(w: Tensor, x: Tensor) -> Tensor:
+def adapted(w, x):
     """The loss after one step of the rows' own, as a task of MAML has it."""
     (g,) = torch.autograd.grad(((x @ w) ** 2).sum() / 4, w, create_graph=True)
     return (((x @ (w - g / 4)) * (x @ w)) ** 2).sum()
 
 
 class Module(torch.nn.Module):
-    def __init__(self, w: Tensor) -> None:
+    def __init__(self, w):
         super().__init__()
         self.w = torch.nn.Parameter(w)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return adapted(self.w, x)
 
 
-PIECES: dict[str, Callable[[Tensor], Tensor]] = {
+PIECES = {
     "microbatch": lambda w: pa.microbatch(adapted, microbatch_size=2, reduce="sum")(w, X),
     "captured": lambda w: pa.microbatch(
         lambda x: adapted(w, x), microbatch_size=2, reduce="sum", batch_argnums=0
@@ -187,27 +183,27 @@ PIECES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("order", [1, 2])
-def test_torch_autograd_grad_inside_is_followed_by_backward(piece: str, order: int) -> None:
-    def derived(f: Callable[[Tensor], Tensor]) -> Tensor:
+def test_torch_autograd_grad_inside_is_followed_by_backward(piece, order):
+    def derived(f):
         w = W.clone().requires_grad_()
         (g,) = torch.autograd.grad(f(w), w, create_graph=order == 2)
         return g if order == 1 else torch.autograd.grad(g.square().sum(), w)[0]
 
-    want = derived(lambda w: sum(adapted(w, x) for x in X.split(2)))  # pyright: ignore
+    want = derived(lambda w: sum(adapted(w, x) for x in X.split(2)))
     assert torch.equal(derived(PIECES[piece]), want)
 
 
-def test_torch_autograd_grad_inside_a_module_is_followed() -> None:
+def test_torch_autograd_grad_inside_a_module_is_followed():
     by_hand, module = Module(W.clone()), Module(W.clone())
-    sum(by_hand(x) for x in X.split(2)).backward()  # pyright: ignore
+    sum(by_hand(x) for x in X.split(2)).backward()
     pa.microbatch(module, microbatch_size=2, reduce="sum", batch_argnums=0)(X).backward()
     assert module.w.grad is not None
-    assert torch.equal(module.w.grad, by_hand.w.grad)  # pyright: ignore
+    assert torch.equal(module.w.grad, by_hand.w.grad)
 
 
 @pytest.mark.parametrize("piece", PIECES)
 @pytest.mark.parametrize("around", [torch.func.grad, torch.func.jacfwd, torch.no_grad()])
-def test_where_nothing_is_recorded_the_error_says_what_to_do(piece: str, around: Any) -> None:
+def test_where_nothing_is_recorded_the_error_says_what_to_do(piece, around):
     with pytest.raises(RuntimeError, match="does not require grad") as caught:
         around(PIECES[piece])(W.clone())
     assert "torch.func.grad" in "".join(caught.value.__notes__)
@@ -215,16 +211,16 @@ def test_where_nothing_is_recorded_the_error_says_what_to_do(piece: str, around:
 
 @pytest.mark.parametrize("engine", ["func", "autograd", "auto"])
 @pytest.mark.parametrize("width", [3, 400], ids=["small", "a leaf that is added by a hook"])
-def test_a_loss_may_take_a_gradient_of_its_leaves_by_itself(engine: Any, width: int) -> None:
+def test_a_loss_may_take_a_gradient_of_its_leaves_by_itself(engine, width):
     w = integers(RANDOM, width, width, bound=1).double()
     x = integers(RANDOM, 4, width, bound=1).double()
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         (g,) = torch.autograd.grad((x @ w).square().sum() / 4, w, create_graph=True)
         return (x @ (w - g)).square().sum()
 
     of_all = w.clone().requires_grad_()
-    (want,) = torch.autograd.grad(sum(loss(of_all, part) for part in x.split(2)), of_all)  # pyright: ignore
-    knobs: Any = {"microbatch_size": 2, "reduction": "sum", "check": False}
+    (want,) = torch.autograd.grad(sum(loss(of_all, part) for part in x.split(2)), of_all)
+    knobs = {"microbatch_size": 2, "reduction": "sum", "check": False}
     got = pa.grad(loss, engine=engine, **knobs)(w, x)
     assert torch.equal(got, want)

@@ -3,39 +3,34 @@
 Exact data, so every member is compared in bits with its own full batch.
 """
 
-from typing import Any
-
 import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
-from tests.exactly import WEIGHTED, Loss, full_batch, losses, make_batch, make_params
+from tests.exactly import WEIGHTED, full_batch, losses, make_batch, make_params
 
 
 pytestmark = pytest.mark.transforms
 MEMBERS = 3
 
 
-def stacked(trees: list[Any]) -> Any:
+def stacked(trees):
     return optree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
 
-def without(batch: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+def without(batch, start, stop):
     return {k: torch.cat([column[:start], column[stop:]]) for k, column in batch.items()}
 
 
 @examples(1 / 2)
 @given(seeds(), losses, st.integers(2, 12), st.data(), st.booleans())
-def test_a_fault_in_one_member_stays_in_it(
-    seed: int, loss: Loss, rows: int, data: st.DataObject, masked: bool
-) -> None:
+def test_a_fault_in_one_member_stays_in_it(seed, loss, rows, data, masked):
     """``skip`` leaves a microbatch out of one member; a mask of zeros does so by itself."""
     size = data.draw(st.integers(1, rows - 1))
     at = size * data.draw(st.integers(0, (rows - 1) // size))
@@ -60,7 +55,7 @@ def test_a_fault_in_one_member_stays_in_it(
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 4.0]), min_size=5, max_size=5), min_size=2))
-def test_a_gradient_in_one_member_may_be_nan_where_its_loss_is_not(members: list[Any]) -> None:
+def test_a_gradient_in_one_member_may_be_nan_where_its_loss_is_not(members):
     """The root of zero: ``skip`` under vmap looks at the gradients of each member."""
     x = torch.tensor(members)
     gradient = pa.grad(
@@ -72,9 +67,7 @@ def test_a_gradient_in_one_member_may_be_nan_where_its_loss_is_not(members: list
 
 @examples(1 / 4)
 @given(seeds(), losses, st.integers(2, 12), st.integers(1, 4), st.integers(0, MEMBERS - 1))
-def test_a_fault_propagates_in_its_member_alone(
-    seed: int, loss: Loss, rows: int, size: int, bad: int
-) -> None:
+def test_a_fault_propagates_in_its_member_alone(seed, loss, rows, size, bad):
     """Without ``skip``: what is NaN in the full batch is NaN, there and nowhere else."""
     params = make_params(seed)
     batches = [make_batch(seed + i, rows) for i in range(MEMBERS)]
@@ -96,9 +89,7 @@ def test_a_fault_propagates_in_its_member_alone(
 
 @examples(1 / 2)
 @given(seeds(), losses, st.integers(1, 3), st.integers(0, 3), st.integers(0, MEMBERS - 1))
-def test_a_stream_of_stacked_states_is_that_of_its_members(
-    seed: int, loss: Loss, size: int, poisoned: int, bad: int
-) -> None:
+def test_a_stream_of_stacked_states_is_that_of_its_members(seed, loss, size, poisoned, bad):
     """init, update, merge and finalize under vmap are those of each member alone."""
     acc = pa.accumulator(loss.call, reduction=loss.reduction, nonfinite="skip")
     several = [make_params(seed + i) for i in range(MEMBERS)]
@@ -127,15 +118,13 @@ def test_a_stream_of_stacked_states_is_that_of_its_members(
 
 @examples(1 / 4)
 @given(seeds(), losses, st.integers(2, 12), st.data())
-def test_donation_is_without_effect_under_vmap(
-    seed: int, loss: Loss, rows: int, data: st.DataObject
-) -> None:
+def test_donation_is_without_effect_under_vmap(seed, loss, rows, data):
     """Under a transform nothing is taken over: the old state lives, and the result is the same."""
     size = data.draw(st.integers(1, rows))
     acc = pa.accumulator(loss.call, reduction=loss.reduction)
     params, batch = make_params(seed), make_batch(seed, rows)
 
-    def run(factor: Tensor, donate: bool) -> Any:
+    def run(factor, donate):
         scaled = optree.tree_map(lambda x: x * factor, params)
         state = acc.init(scaled)
         olds = []
@@ -153,12 +142,12 @@ def test_donation_is_without_effect_under_vmap(
 
 
 @given(seeds(), st.integers(1, 40), st.integers(1, 4))
-def test_bf16_params_are_summed_in_float32(seed: int, rows: int, size: int) -> None:
+def test_bf16_params_are_summed_in_float32(seed, rows, size):
     """Each microbatch's gradient is exact in bfloat16 and their sum is not: rounded once."""
     x = torch.randint(5, 16, (rows,), generator=torch.Generator().manual_seed(seed)).bfloat16()
     w = torch.ones(MEMBERS, dtype=torch.bfloat16)
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return (w * x).sum()
 
     gradient = pa.grad(loss, microbatch_size=size, reduction="sum")
@@ -169,7 +158,7 @@ def test_bf16_params_are_summed_in_float32(seed: int, rows: int, size: int) -> N
 
 
 @given(seeds(), st.integers(1, 8), st.integers(1, 8))
-def test_bf16_params_have_their_derivatives(seed: int, rows: int, size: int) -> None:
+def test_bf16_params_have_their_derivatives(seed, rows, size):
     """Second derivatives of bfloat16 params, all numbers below 2**8 and so exact."""
     x = torch.randint(-7, 8, (rows,), generator=torch.Generator().manual_seed(seed)).bfloat16()
     one = torch.ones((), dtype=torch.bfloat16)

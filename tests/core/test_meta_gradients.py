@@ -42,11 +42,11 @@ Run = Callable[[Given, list[Any]], Any]  # from what is given, over batches, to 
 Outer = Callable[[Given], Tensor]
 
 
-def make(seed: int) -> tuple[Given, list[dict[str, Tensor]]]:
+def make(seed):
     """What is given; a batch for each step, and one more to judge by."""
     g = generator(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     theta = torch.rand(STEPS, ROWS, generator=g, dtype=torch.float64) + 0.5
@@ -55,26 +55,26 @@ def make(seed: int) -> tuple[Given, list[dict[str, Tensor]]]:
     return Given({"w": normal(3, 2), "b": normal(2)}, rate, theta), batches
 
 
-def row_losses(params: Any, batch: Any) -> Tensor:
+def row_losses(params, batch):
     out = torch.tanh(batch["x"] @ params["w"] + params["b"])
     return ((out - batch["y"]) ** 2).sum(-1)
 
 
-def weighted(params: Any, batch: Any) -> Any:
+def weighted(params, batch):
     theta = batch["theta"]
     return pa.Weighted((theta * row_losses(params, batch)).sum(), (theta**2).sum())
 
 
-def quotient(params: Any, batch: Any, cut_off: bool = False) -> Tensor:
+def quotient(params, batch, cut_off=False):
     """The same by hand; or as it is not."""
     total, weight = weighted(params, batch)
     return total / (weight.detach() if cut_off else weight)
 
 
-def outer(batches: list[Any], run: Run) -> Outer:
+def outer(batches, run):
     """The loss on the last batch after a run over the others, each with its sample weights."""
 
-    def value(given: Given) -> Tensor:
+    def value(given):
         pairs = zip(batches[:-1], given.theta, strict=True)
         return row_losses(run(given, [b | {"theta": t} for b, t in pairs]), batches[-1]).mean()
 
@@ -84,11 +84,11 @@ def outer(batches: list[Any], run: Run) -> Outer:
 # Runs -------------------------------------------------------------------------------------
 
 
-def descent(gradient: Callable[..., Any], wrap: Any = lambda f: f) -> Run:
-    def one(params: Any, rate: Tensor, batch: Any) -> Any:
+def descent(gradient, wrap=lambda f: f):
+    def one(params, rate, batch):
         return map_(lambda p, g: p - rate * g, params, gradient(params, batch))
 
-    def run(given: Given, batches: list[Any]) -> Any:
+    def run(given, batches):
         params = given.params
         for batch in batches:
             params = wrap(one)(params, given.rate, batch)
@@ -97,12 +97,12 @@ def descent(gradient: Callable[..., Any], wrap: Any = lambda f: f) -> Run:
     return run
 
 
-def steps(rule: Callable[[Tensor], Any], size: Any, wrap: Any, **knobs: Any) -> Run:
-    def one(state: Any, rate: Tensor, batch: Any) -> Any:
+def steps(rule, size, wrap, **knobs):
+    def one(state, rate, batch):
         step = pa.make_step(weighted, rule(rate), microbatch_size=size, **knobs)
         return step(state, batch)[0]
 
-    def run(given: Given, batches: list[Any]) -> Any:
+    def run(given, batches):
         state = pa.make_step(weighted, rule(given.rate), **knobs).init(given.params)
         for batch in batches:
             state = wrap(one)(state, given.rate, batch)
@@ -111,7 +111,7 @@ def steps(rule: Callable[[Tensor], Any], size: Any, wrap: Any, **knobs: Any) -> 
     return run
 
 
-def sgd_by_hand(given: Given, batches: list[Any]) -> Any:
+def sgd_by_hand(given, batches):
     params = given.params
     moment = map_(torch.zeros_like, params)
     for batch in batches:
@@ -120,7 +120,7 @@ def sgd_by_hand(given: Given, batches: list[Any]) -> Any:
     return params
 
 
-def adam_by_hand(given: Given, batches: list[Any]) -> Any:
+def adam_by_hand(given, batches):
     params = given.params
     first = second = map_(torch.zeros_like, params)
     for t, batch in enumerate(batches, 1):
@@ -139,10 +139,10 @@ def adam_by_hand(given: Given, batches: list[Any]) -> Any:
 wraps = pytest.mark.parametrize("wrap", [lambda f: f, pa.remat], ids=["as it is", "rematerialised"])
 
 
-def check(ours: Outer, theirs: Outer, at: Given) -> None:
+def check(ours, theirs, at):
     """Backwards; forwards along everything at once; and number by number."""
 
-    def by_numbers(f: Outer) -> Any:
+    def by_numbers(f):
         return jacfwd(lambda r, t: f(Given(at.params, r, t)), (0, 1))(at.rate, at.theta)
 
     for transform in (lambda f: grad(f)(at), lambda f: jvp(f, (at,), (tangent(at),)), by_numbers):
@@ -153,9 +153,7 @@ def check(ours: Outer, theirs: Outer, at: Given) -> None:
 @wraps
 @examples(1 / 2)
 @given(seeds(), st.sampled_from([None, 1, [2, 3], 2, ROWS + 3]), st.booleans())
-def test_derivatives_go_through_updates_by_hand(
-    wrap: Any, seed: int, size: Any, skip: bool
-) -> None:
+def test_derivatives_go_through_updates_by_hand(wrap, seed, size, skip):
     at, batches = make(seed)
     nonfinite = "skip" if skip else "propagate"
     gradient = pa.grad(weighted, microbatch_size=size, nonfinite=nonfinite)
@@ -172,16 +170,14 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 @examples(1 / 4)
 @given(seeds(), st.sampled_from([None, 1, 2, ROWS + 3]), st.booleans())
-def test_derivatives_go_through_steps(
-    wrap: Any, rule: str, seed: int, size: Any, scaled: bool
-) -> None:
+def test_derivatives_go_through_steps(wrap, rule, seed, size, scaled):
     make_rule, by_hand = RULES[rule]
     at, batches = make(seed)
     knobs = {"loss_scale": pa.static_loss_scale(2.0**9)} if scaled else {}
     check(outer(batches, steps(make_rule, size, wrap, **knobs)), outer(batches, by_hand), at)
 
 
-def test_derivatives_through_steps_are_those_of_differences() -> None:
+def test_derivatives_through_steps_are_those_of_differences():
     """Central ones of our own values, along everything; and not what a constant weight has.
 
     They are off by ``c h**2``, of which those of ``2 h`` tell three times as much, and by the
@@ -191,7 +187,7 @@ def test_derivatives_through_steps_are_those_of_differences() -> None:
     f = outer(batches, descent(pa.grad(weighted, microbatch_size=2)))
     constant = outer(batches, descent(partial(grad(quotient), cut_off=True)))
 
-    def difference(h: float) -> Tensor:
+    def difference(h):
         there, back = (map_(lambda x, t, h=h: x + h * t, at, tangent(at)) for h in (h, -h))
         return (f(there) - f(back)) / (2 * h)
 
@@ -205,15 +201,13 @@ def test_derivatives_through_steps_are_those_of_differences() -> None:
 
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("captured", ["rate", "theta"])
-def test_a_rematerialised_step_has_the_derivatives_of_what_it_captures(
-    size: Any, captured: str
-) -> None:
+def test_a_rematerialised_step_has_the_derivatives_of_what_it_captures(size, captured):
     """Its derivatives are those of the step as it is."""
     at, batches = make(0)
     gradient = pa.grad(weighted, microbatch_size=size)
 
-    def run(wrap: Any, given: Given, batches: list[Any]) -> Any:
-        def one(params: Any, batch: Any, rate: Tensor) -> Any:
+    def run(wrap, given, batches):
+        def one(params, batch, rate):
             batch, rate = (batches[0], rate) if captured == "theta" else (batch, given.rate)
             return map_(lambda p, g: p - rate * g, params, gradient(params, batch))
 
@@ -230,7 +224,7 @@ sizes = pytest.mark.parametrize("size", [None, 2])
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
-def self_weighted(params: Any, batch: Any) -> Any:
+def self_weighted(params, batch):
     """A weight that depends on the parameters."""
     gate = torch.sigmoid(batch["x"] @ params["w"]).mean(-1)
     return pa.Weighted((gate.detach() * row_losses(params, batch)).sum(), gate.sum())
@@ -238,12 +232,12 @@ def self_weighted(params: Any, batch: Any) -> Any:
 
 @sizes
 @engines
-def test_the_weight_is_a_constant_of_the_gradient_itself(size: Any, engine: Any) -> None:
+def test_the_weight_is_a_constant_of_the_gradient_itself(size, engine):
     """``grad(total) / weight``; the derivative of that knows what the weight depends on."""
     (params, _, _), (batch, *_) = make(3)
     both = pa.grad_and_value(self_weighted, microbatch_size=size, engine=engine)
 
-    def by_hand(params: Any) -> Any:
+    def by_hand(params):
         total, weight = self_weighted(params, batch)
         slope = grad(lambda p: self_weighted(p, batch).total)(params)
         return map_(lambda g: g / weight, slope), total / weight
@@ -263,17 +257,17 @@ def test_the_weight_is_a_constant_of_the_gradient_itself(size: Any, engine: Any)
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("passed", [True, False], ids=["passed", "captured"])
 def test_plain_autograd_follows_the_weights_of_samples_or_is_refused(
-    size: Any, engine: Any, passed: bool, nonfinite: Any
-) -> None:
+    size, engine, passed, nonfinite
+):
     """A gradient and a step are followed; a stream is not, nor what the loss of a step captures."""
     at, batches = make(4)
     theta = at.theta[0].clone().requires_grad_()
     batch = batches[0] | ({"theta": theta} if passed else {"row": torch.arange(ROWS)})
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         return weighted(params, batch if passed else batch | {"theta": theta[batch["row"]]})
 
-    def squares(grads: Any) -> Any:
+    def squares(grads):
         return sum((g**2).sum() for g in optree.tree_leaves(grads))
 
     knobs = {"engine": engine, "nonfinite": nonfinite}
@@ -298,15 +292,15 @@ def test_plain_autograd_follows_the_weights_of_samples_or_is_refused(
             step(step.init(at.params), batch)
 
 
-def test_a_microbatch_of_no_weight_has_no_part_in_a_derivative_of_the_noise() -> None:
+def test_a_microbatch_of_no_weight_has_no_part_in_a_derivative_of_the_noise():
     """Its square is divided by no weight, and is not selected: its derivative is not either."""
     at, batches = make(5)
     step = pa.make_step(weighted, pa.sgd(0.1), microbatch_size=2, noise=True)
 
-    def outer(params: Any, batch: Any) -> Tensor:
+    def outer(params, batch):
         state, info = step(step.init(params), batch)
         noise = optree.tree_leaves(info.noise, namespace="pureaccum")
-        return sum(x.square().sum() for x in (*state.params.values(), *noise))  # pyright: ignore
+        return sum(x.square().sum() for x in (*state.params.values(), *noise))
 
     four = map_(lambda x: x[:4], batches[0]) | {"theta": at.theta[0, :4]}
     six = {k: torch.cat([x[:2], x[:2], x[2:]]) for k, x in four.items()}

@@ -8,7 +8,7 @@ two graphs of one function.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import optree
 import pytest
@@ -36,12 +36,12 @@ cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
 # The law itself, in bits -----------------------------------------------------------------------
 
 
-def exact(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def exact(seed):
     g = generator(seed)
     return integers(g, 3, 2, bound=2), integers(g, ROWS, 3, bound=2), integers(g, ROWS, 2, bound=2)
 
 
-def both(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def both(w, x):
     """Rows, and a sum over them; of third order in what is shared."""
     h = x @ w
     return h * h * w[0] + h.relu() * x[:, :2], (h * h * h).sum(0)
@@ -51,13 +51,13 @@ WORDS = ("concat", "sum")
 
 
 @given(cuts, seeds())
-def test_the_gradient_of_a_cut_is_the_cut_of_the_gradient(cut: Any, seed: int) -> None:
+def test_the_gradient_of_a_cut_is_the_cut_of_the_gradient(cut, seed):
     """Cotangents of rows are rows, those of sums are shared; gradients the other way round."""
     w, x, c = exact(seed)
     micro = partial(pa.microbatch, microbatch_size=cut)
     s = c[0]
 
-    def pull(w: Tensor, x: Tensor, c: Tensor, s: Tensor, f: Any = both) -> Any:
+    def pull(w, x, c, s, f=both):
         return vjp(f, w, x)[1]((c, s))
 
     whole = pull(w, x, c, s)
@@ -69,11 +69,11 @@ def test_the_gradient_of_a_cut_is_the_cut_of_the_gradient(cut: Any, seed: int) -
 
 
 @given(cuts, seeds())
-def test_the_tangent_of_a_cut_is_the_cut_of_the_tangent(cut: Any, seed: int) -> None:
+def test_the_tangent_of_a_cut_is_the_cut_of_the_tangent(cut, seed):
     w, x, _ = exact(seed)
     micro = partial(pa.microbatch, microbatch_size=cut)
 
-    def push(w: Tensor, x: Tensor, v: Tensor, y: Tensor, f: Any = both) -> Any:
+    def push(w, x, v, y, f=both):
         return jvp(f, (w, x), (v, y))
 
     given_ = w, x, w.flip(0), x.flip(0)
@@ -84,7 +84,7 @@ def test_the_tangent_of_a_cut_is_the_cut_of_the_tangent(cut: Any, seed: int) -> 
 
 
 @given(cuts, seeds(), st.sampled_from([(0, None), (None, 0), (0, 1), (None, 2)]))
-def test_the_map_of_a_cut_is_the_cut_of_the_map(cut: Any, seed: int, dims: Any) -> None:
+def test_the_map_of_a_cut_is_the_cut_of_the_map(cut, seed, dims):
     """Over shared tensors, over rows along any dim, and over both."""
     w, x, _ = exact(seed)
     micro = partial(pa.microbatch, microbatch_size=cut)
@@ -102,16 +102,14 @@ def test_the_map_of_a_cut_is_the_cut_of_the_map(cut: Any, seed: int, dims: Any) 
 @pytest.mark.parametrize("by", ["func", "backward"])
 @examples(1 / 2)
 @given(cuts, seeds())
-def test_derivatives_of_higher_order_have_the_bits_of_plain_code(
-    order: int, by: str, cut: Any, seed: int
-) -> None:
+def test_derivatives_of_higher_order_have_the_bits_of_plain_code(order, by, cut, seed):
     """With respect to what is shared and to rows, by torch.func and by autograd."""
     w, x, c = exact(seed)
     micro = pa.microbatch(both, microbatch_size=cut, reduce=WORDS)
 
-    def derived(f: Any) -> Any:
-        def once(of: Any) -> Any:
-            def run(w: Tensor, x: Tensor) -> Tensor:
+    def derived(f):
+        def once(of):
+            def run(w, x):
                 if by == "func":
                     found = grad(of, (0, 1))(w, x)
                 else:
@@ -120,7 +118,7 @@ def test_derivatives_of_higher_order_have_the_bits_of_plain_code(
 
             return run
 
-        def value(w: Tensor, x: Tensor) -> Tensor:
+        def value(w, x):
             rows, s = f(w, x)
             return (rows * c).sum() + s.sum()
 
@@ -137,17 +135,17 @@ def test_derivatives_of_higher_order_have_the_bits_of_plain_code(
 # Every nest of two -----------------------------------------------------------------------------
 
 
-def smooth(w: Tensor, x: Tensor) -> Tensor:
+def smooth(w, x):
     return torch.tanh(x @ w) * w[0].sin() + x[:, :2] ** 2
 
 
-def double(seed: int) -> tuple[Tensor, Tensor]:
+def double(seed):
     g = generator(seed)
     w, x = (torch.randn(n, generator=g, dtype=torch.float64) / 2 for n in ((3, 2), (ROWS, 3)))
     return w, x
 
 
-def near(got: Any, want: Any) -> None:
+def near(got, want):
     """Against the norm of all leaves: a gradient that is zero is one only to the bound."""
     xs, spec = optree.tree_flatten(got)
     ys, other = optree.tree_flatten(want)
@@ -162,21 +160,21 @@ FACTORS = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
 Function = Callable[[Tensor, Tensor], Tensor]
 
 
-def number(t: Tensor) -> Tensor:
+def number(t):
     return (t * torch.arange(t.numel(), dtype=t.dtype).view(t.shape).cos()).sum()
 
 
-def backward(f: Function) -> Function:
+def backward(f):
     """By ``.backward()``; above it anything may be, if that is autograd."""
 
-    def run(w: Tensor, x: Tensor) -> Tensor:
+    def run(w, x):
         w = w if w.requires_grad else w.clone().requires_grad_()
         return torch.autograd.grad(number(f(w, x)), w, create_graph=True)[0]
 
     return run
 
 
-NESTS: dict[str, Callable[[Function], Function]] = {
+NESTS = {
     "grad": lambda f: grad(lambda w, x: number(f(w, x))),
     "grad of rows": lambda f: grad(lambda w, x: number(f(w, x)), 1),
     "vjp": lambda f: lambda w, x: vjp(lambda w: f(w, x), w)[1](f(w, x).detach().cos())[0],
@@ -193,10 +191,10 @@ FUNC = [name for name in NESTS if name != "backward"]  # which sees not through 
 FORMS = ("rows", "rows and a mean", "cut along another dim", "cut in a cut")
 
 
-def coupled(micro: Any, form: str, cut: Any) -> Function:
+def coupled(micro, form, cut):
     """Plain code around a function of rows, or around two of them."""
 
-    def of(w: Tensor, x: Tensor) -> Tensor:
+    def of(w, x):
         if form == "rows and a mean":
             f = lambda w, x: (smooth(w, x), smooth(w, x).mean(0))  # noqa: E731
             z, mean = micro(f, cut, reduce=("concat", "mean"))(w, x)
@@ -212,20 +210,18 @@ def coupled(micro: Any, form: str, cut: Any) -> Function:
     return of
 
 
-def cut_in(func: Any, size: Any, **knobs: Any) -> Any:
+def cut_in(func, size, **knobs):
     return pa.microbatch(func, microbatch_size=size, **knobs)
 
 
-def uncut(func: Any, _size: Any, **_: Any) -> Any:
+def uncut(func, _size, **_):
     return func
 
 
 @pytest.mark.parametrize("outer", NESTS)
 @examples(1 / 4, fewest=12)  # each is ten nests: 0.3 s
 @given(st.sampled_from(FORMS), cuts, seeds())
-def test_every_nest_of_two_is_that_of_plain_code(
-    outer: str, form: str, cut: Any, seed: int
-) -> None:
+def test_every_nest_of_two_is_that_of_plain_code(outer, form, cut, seed):
     args = double(seed)
     for inner in NESTS if outer in ("backward", "remat") else FUNC:
         got, want = (NESTS[outer](NESTS[inner](coupled(m, form, cut))) for m in (cut_in, uncut))
@@ -235,9 +231,7 @@ def test_every_nest_of_two_is_that_of_plain_code(
 @pytest.mark.parametrize("outer", FUNC)
 @examples(1 / 3)
 @given(st.data(), st.sampled_from(FORMS), cuts, seeds())
-def test_nests_of_three_are_those_of_plain_code(
-    outer: str, data: st.DataObject, form: str, cut: Any, seed: int
-) -> None:
+def test_nests_of_three_are_those_of_plain_code(outer, data, form, cut, seed):
     names = *data.draw(st.tuples(*[st.sampled_from(FUNC)] * 2)), outer
     results = []
     for m in (cut_in, uncut):
@@ -255,9 +249,7 @@ def test_nests_of_three_are_those_of_plain_code(
 @pytest.mark.parametrize("name", ["contrastive", "experts", "batch_norms"])
 @examples(1 / 8)
 @given(st.sampled_from(["grad", "value"]), seeds(), cuts)
-def test_each_transform_of_a_coupled_loss_is_that_of_plain_code(
-    transform: Any, name: str, by: str, seed: int, cut: Any
-) -> None:
+def test_each_transform_of_a_coupled_loss_is_that_of_plain_code(transform, name, by, seed, cut):
     """By ``pa.grad`` and ``pa.value``: ``jvp`` is a Hessian product, ``grad`` a meta-gradient."""
     params, batch = params_of(seed, wide=4), batch_of(seed, ROWS)
     batch["scale"] = torch.ones(ROWS, dtype=torch.float64)
@@ -269,8 +261,8 @@ def test_each_transform_of_a_coupled_loss_is_that_of_plain_code(
 
 
 @pytest.mark.parametrize("optimizer", [pa.sgd(0.1), pa.adamw(0.01)], ids=["sgd", "adamw"])
-def test_an_ensemble_of_states_is_its_members(optimizer: Any) -> None:
-    def stepped(loss: Any) -> Any:
+def test_an_ensemble_of_states_is_its_members(optimizer):
+    def stepped(loss):
         step = pa.make_step(loss, pa.chain(pa.clip_by_global_norm(0.5), optimizer))
         batch = batch_of(0, ROWS)
         batches = {k: torch.stack([x, x.flip(0)]) for k, x in batch.items()}
@@ -286,15 +278,15 @@ def test_an_ensemble_of_states_is_its_members(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["func", "backward"])
-def test_inside_of_a_user_s_compiler_it_is_one_graph(way: str) -> None:
+def test_inside_of_a_user_s_compiler_it_is_one_graph(way):
     w, x = double(0)
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         f = lambda w, x: (smooth(w, x), pa.Weighted(smooth(w, x).sum(), len(x)))  # noqa: E731
         z, mean = pa.microbatch(f, microbatch_size=[2, 3])(w, x)
         return (z @ z.T).sin().sum() * mean
 
-    def run(f: Any) -> Any:
+    def run(f):
         if way == "func":
             return f(w, x)
         leaf = w.clone().requires_grad_()
@@ -311,22 +303,22 @@ class Product(torch.autograd.Function):
     asked: ClassVar[set[tuple[bool, ...]]] = set()
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
+    def forward(a, b):
         return a * b
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
+    def backward(ctx, cotangent):
         Product.asked.add(ctx.needs_input_grad)
         a, b = ctx.saved_tensors
         return cotangent * b, cotangent * a
 
 
 @pytest.mark.parametrize(("reduce", "out"), [("sum", Tensor.sum), ("concat", Tensor.clone)])
-def test_no_gradient_is_taken_of_what_needs_none(reduce: str, out: Any) -> None:
+def test_no_gradient_is_taken_of_what_needs_none(reduce, out):
     """Of the operands of a microbatch, only those that need a gradient are differentiated."""
     f = pa.microbatch(lambda w, x: out(Product.apply(w, x)), microbatch_size=2, reduce=reduce)
     w = torch.tensor(2.0, requires_grad=True)

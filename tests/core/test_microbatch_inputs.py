@@ -5,15 +5,13 @@ several threads, under random numbers, and where what it captured has changed in
 """
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import dropout
 
 import pureaccum as pa
@@ -31,13 +29,13 @@ ROWS = 6
 class Net(nn.Module):
     """In training mode, with running statistics of its own that nobody may touch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 4)
         self.norm = nn.BatchNorm1d(4)
 
 
-def make_params() -> dict[str, Tensor]:
+def make_params():
     """A small leaf, one of 1 MiB, and one with a gradient and a hook of its own."""
     w = nn.Parameter(torch.arange(12.0).reshape(3, 4) - 5)
     w.grad = torch.ones(3, 4)
@@ -45,22 +43,22 @@ def make_params() -> dict[str, Tensor]:
     return {"w": w, "large": torch.ones(512, 512), "b": torch.ones(4)}
 
 
-def make_batch() -> Any:
+def make_batch():
     x = torch.arange(3.0 * ROWS).reshape(ROWS, 3) - 4
     return {"x": x, "k": torch.arange(ROWS), "nested": [x[:, 0] > 0]}
 
 
-def loss_of(hit: Callable[[Any], Any] = lambda x: x, size: Any = 4) -> Any:
+def loss_of(hit=lambda x: x, size=4):
     """Rows, and a sum that further rows read; ``hit`` is done to each of them."""
 
-    def encode(p: Any, b: Any) -> Any:
+    def encode(p, b):
         h = hit(b["x"]) @ p["w"] + (p["large"] ** 2).sum() * 2.0**-18
         return {"h": h * T, "k": b["k"], "again": [h]}
 
-    def last(p: Any, x: Any, s: Tensor) -> Tensor:
+    def last(p, x, s):
         return (hit(x["h"]) - s + p["b"]).abs().sum()
 
-    def loss(p: Any, b: Any) -> Tensor:
+    def loss(p, b):
         rows = pa.microbatch(encode, microbatch_size=size)(p, b)
         s = rows["h"].mean(0)
         return pa.microbatch(last, microbatch_size=size, reduce="sum")(p, rows, s)
@@ -71,15 +69,15 @@ def loss_of(hit: Callable[[Any], Any] = lambda x: x, size: Any = 4) -> Any:
 T = torch.tensor(2.0)
 
 
-def backward(loss: Any) -> Any:
-    def run(p: Any, b: Any) -> Any:
+def backward(loss):
+    def run(p, b):
         leaves = [x.detach().requires_grad_() for x in p.values()]
         return torch.autograd.grad(loss(dict(zip(p, leaves, strict=True)), b), leaves)
 
     return run
 
 
-CALLS: dict[str, Callable[[Any], Any]] = {
+CALLS = {
     "value": pa.value,
     "torch.func": torch.func.grad,
     "func": pa.grad,
@@ -91,7 +89,7 @@ calls = pytest.mark.parametrize("call", CALLS)
 
 @calls
 @pytest.mark.parametrize("size", [1, [5, 1]], ids=str)
-def test_a_call_changes_nothing_and_gives_the_same_again(call: str, size: Any) -> None:
+def test_a_call_changes_nothing_and_gives_the_same_again(call, size):
     params, batch, run = make_params(), make_batch(), CALLS[call](loss_of(size=size))
     with unchanged(params, batch, T):
         first, second = run(params, batch), run(params, batch)
@@ -99,12 +97,12 @@ def test_a_call_changes_nothing_and_gives_the_same_again(call: str, size: Any) -
 
 
 @calls
-def test_an_error_inside_changes_nothing(call: str) -> None:
+def test_an_error_inside_changes_nothing(call):
     """At every call, on the way forward and where it is computed again."""
     params, batch = make_params(), make_batch()
     left = 10**6
 
-    def boom(x: Any) -> Any:
+    def boom(x):
         nonlocal left
         left -= not is_dropped()
         if left < 0:
@@ -122,7 +120,7 @@ def test_an_error_inside_changes_nothing(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "value"])
-def test_an_error_in_the_backward_pass_of_a_cut_changes_nothing(call: str) -> None:
+def test_an_error_in_the_backward_pass_of_a_cut_changes_nothing(call):
     params, batch = make_params(), make_batch()
     explodes = lambda x: Explodes.apply(x) if x.shape[1] == 4 else x  # noqa: E731
     with unchanged(params, batch, T), pytest.raises(BoomError):
@@ -131,21 +129,21 @@ def test_an_error_in_the_backward_pass_of_a_cut_changes_nothing(call: str) -> No
 
 @calls
 @pytest.mark.parametrize("width", [3, 4], ids=["the batch", "rows of a function before"])
-def test_a_write_to_what_it_is_given_is_refused(call: str, width: int) -> None:
+def test_a_write_to_what_it_is_given_is_refused(call, width):
     params, batch = make_params(), make_batch()
     write = lambda x: x.relu_() if x.shape[1] == width else x  # noqa: E731
     with unchanged(params, batch, T), pytest.raises(RuntimeError, match=r"in.place"):
         CALLS[call](loss_of(write))(params, batch)
 
 
-def test_a_write_under_vmap_is_refused_too() -> None:
+def test_a_write_under_vmap_is_refused_too():
     """Its wrappers count no writes; what they wrap does."""
     micro = pa.microbatch(lambda w, x: x.mul_(2) * w, microbatch_size=2)
     with pytest.raises(RuntimeError, match=r"in.place"):
         torch.func.vmap(micro, (0, None))(torch.ones(4, 3), torch.ones(6, 3))
 
 
-def test_a_captured_batch_norm_is_refused_before_it_is_written_to() -> None:
+def test_a_captured_batch_norm_is_refused_before_it_is_written_to():
     """It would couple the rows of a microbatch, and count them twice."""
     norm = nn.BatchNorm1d(3, affine=False)
     micro = pa.microbatch(lambda w, x: norm(x * w), microbatch_size=2)
@@ -155,23 +153,23 @@ def test_a_captured_batch_norm_is_refused_before_it_is_written_to() -> None:
 
 
 @calls
-def test_a_result_shares_no_memory_with_what_was_given(call: str) -> None:
+def test_a_result_shares_no_memory_with_what_was_given(call):
     params, batch = make_params(), make_batch()
     got = CALLS[call](loss_of())(params, batch)
 
-    def storages(tree: Any) -> set[int]:
+    def storages(tree):
         return {x.untyped_storage().data_ptr() for x in optree.tree_leaves(tree)}
 
     assert not storages(got) & storages([params, batch, T])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_modes_stay_and_modules_keep_their_statistics(mode: Any) -> None:
+def test_modes_stay_and_modules_keep_their_statistics(mode):
     """A module in training mode, called through ``functional``, under no_grad and not."""
     net, x = Net(), make_batch()["x"]
     linear = pa.functional(net.linear)
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         h = pa.microbatch(lambda p, x: linear.apply(p, (), x)[0], microbatch_size=4)(p, x)
         return nn.functional.batch_norm(h, None, None, training=True).pow(3).sum()
 
@@ -187,7 +185,7 @@ def test_modes_stay_and_modules_keep_their_statistics(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["given", "captured", "parameter", "frozen parameter"])
-def test_what_is_written_to_before_the_backward_pass_is_refused(what: str) -> None:
+def test_what_is_written_to_before_the_backward_pass_is_refused(what):
     """As plain autograd refuses it: it would be another function that is differentiated."""
     c, frozen, linear = torch.ones(3), nn.Linear(3, 3), nn.Linear(3, 3)
     frozen.requires_grad_(False)
@@ -203,7 +201,7 @@ def test_what_is_written_to_before_the_backward_pass_is_refused(what: str) -> No
         z.sum().backward()
 
 
-def test_a_recomputation_has_the_parameters_of_the_first_run() -> None:
+def test_a_recomputation_has_the_parameters_of_the_first_run():
     """The recomputation sees those of the forward pass."""
     net, x = nn.Linear(3, 4), torch.ones(ROWS, 3, requires_grad=True)
     z = pa.microbatch(lambda x: net(x).square(), microbatch_size=4, batch_argnums=0)(x)
@@ -218,7 +216,7 @@ def test_a_recomputation_has_the_parameters_of_the_first_run() -> None:
 @pytest.mark.parametrize("order", [0, 1, 2])
 @examples(1 / 2)
 @given(st.integers(0, 2**31), compositions(ROWS))
-def test_a_recomputation_draws_the_same_numbers(order: int, seed: int, sizes: list[int]) -> None:
+def test_a_recomputation_draws_the_same_numbers(order, seed, sizes):
     """Masks double or drop, so all is exact; those of the way forward are those of a derivative.
 
     What is drawn is what plain code draws, microbatch by microbatch, and so is the generator after.
@@ -226,23 +224,23 @@ def test_a_recomputation_draws_the_same_numbers(order: int, seed: int, sizes: li
     w = torch.tensor([[2.0, -3.0, 1.0], [1.0, 2.0, -1.0]])
     x = torch.randint(1, 5, (ROWS, 3), generator=torch.Generator().manual_seed(seed)).float()
 
-    def encode(w: Tensor, x: Tensor) -> Tensor:
+    def encode(w, x):
         return dropout(x * w[0], 0.5)
 
-    def last(w: Tensor, h: Tensor) -> Tensor:
+    def last(w, h):
         return (dropout(h, 0.5) * w[1] * h).sum(0)
 
-    def plain(w: Tensor) -> Tensor:
+    def plain(w):
         h = torch.cat([encode(w, part) for part in x.split(sizes)])
         s = dropout(h, 0.5).cumsum(0)
         return sum(last(w, part) for part in s.split(sizes)).sum()
 
-    def ours(w: Tensor) -> Tensor:
+    def ours(w):
         h = pa.microbatch(encode, microbatch_size=sizes)(w, x)
         s = dropout(h, 0.5).cumsum(0)
         return pa.microbatch(last, microbatch_size=sizes, reduce="sum")(w, s).sum()
 
-    results: list[Any] = []
+    results = []
     for f in (plain, ours):
         run = f if order == 0 else torch.func.grad(f)
         if order == 2:
@@ -252,11 +250,11 @@ def test_a_recomputation_draws_the_same_numbers(order: int, seed: int, sizes: li
     assert_trees_bitwise_equal(*results)
 
 
-def test_a_function_that_cannot_be_run_again_draws_once() -> None:
+def test_a_function_that_cannot_be_run_again_draws_once():
     """One with the parameters of a scripted module is recorded instead, from the beginning."""
-    scripted: Any = torch.jit.script(nn.Linear(3, 3))
+    scripted = torch.jit.script(nn.Linear(3, 3))
 
-    def plain(w: Tensor, x: Tensor) -> Tensor:
+    def plain(w, x):
         return scripted(dropout(x * w, 0.5))
 
     w, x = torch.ones(3, requires_grad=True), torch.ones(ROWS, 3)
@@ -268,11 +266,11 @@ def test_a_function_that_cannot_be_run_again_draws_once() -> None:
     assert torch.equal(after, torch.get_rng_state())
 
 
-def test_an_error_where_it_is_computed_again_puts_the_generator_back() -> None:
+def test_an_error_where_it_is_computed_again_puts_the_generator_back():
     """Where the way forward left it, and not in the middle of an earlier microbatch."""
-    states: list[Tensor] = []
+    states = []
 
-    def encode(w: Tensor, x: Tensor) -> Tensor:
+    def encode(w, x):
         h = dropout(x * w, 0.5)
         if len(states) == 2:
             raise BoomError
@@ -289,21 +287,21 @@ def test_an_error_where_it_is_computed_again_puts_the_generator_back() -> None:
 # Threads -------------------------------------------------------------------------------------
 
 
-def test_threads_do_not_see_each_other_s_microbatches() -> None:
+def test_threads_do_not_see_each_other_s_microbatches():
     """One network, four threads, each with parameters of its own, forward and backward."""
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     fn, x = pa.functional(net), torch.randn(ROWS, 3, dtype=torch.float64)
 
-    def loss(p: Any) -> Tensor:
+    def loss(p):
         z = pa.microbatch(lambda x: fn.apply(p, (), x)[0], microbatch_size=2, batch_argnums=0)(x)
         return (z @ z.T).sin().sum()
 
-    def of(i: int) -> Any:
+    def of(i):
         return torch.func.grad(loss)({k: v.detach() * i for k, v in fn.params.items()})
 
-    results: dict[int, Any] = {}
+    results = {}
 
-    def work(i: int) -> None:
+    def work(i):
         for _ in range(5):
             results[i] = of(i)
 

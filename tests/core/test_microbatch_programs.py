@@ -11,7 +11,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -23,15 +23,15 @@ import pureaccum as pa
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 BOUND = 1e-10
 Cut = Callable[..., Any]
-PROGRAMS: dict[str, Callable[[Cut], Any]] = {}
+PROGRAMS = {}
 
 
-def program(f: Callable[[Cut], Any]) -> Callable[[Cut], Any]:
+def program(f):
     PROGRAMS[f.__name__.replace("_", " ")] = f
     return f
 
 
-def draw(*shape: int, seed: int = 1) -> Tensor:
+def draw(*shape, seed=1):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=g, dtype=torch.float64)
 
@@ -39,27 +39,27 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
 W, X, C = draw(3, 4), draw(5, 3, seed=2), draw(4, seed=3)
 
 
-def rows(w: Tensor, x: Tensor) -> Tensor:
+def rows(w, x):
     return torch.tanh(x @ w)
 
 
-def end(z: Tensor) -> Tensor:
+def end(z):
     return (z @ z.T).logsumexp(1).sum()
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4)).double()
 
 
-def trained(cut: Cut, net: nn.Module, x: Tensor = X, f: Any = None) -> Any:
+def trained(cut, net, x=X, f=None):
     """Gradients by ``.backward()``, of parameters that are captured and of the batch."""
     x = x.clone().requires_grad_()
     end(cut(f or net, batch_argnums=0)(x)).backward()
     return [p.grad for p in net.parameters()], x.grad
 
 
-def derivative(loss: Callable[[Tensor], Tensor], w: Tensor = W) -> Tensor:
+def derivative(loss, w=W):
     w = w.clone().requires_grad_()
     loss(w).backward()
     assert w.grad is not None
@@ -70,43 +70,43 @@ def derivative(loss: Callable[[Tensor], Tensor], w: Tensor = W) -> Tensor:
 
 
 @program
-def a_network(cut: Cut) -> Any:
+def a_network(cut):
     return trained(cut, network())
 
 
 @program
-def an_lstm(cut: Cut) -> Any:
+def an_lstm(cut):
     torch.manual_seed(0)
     net = nn.LSTM(3, 4, batch_first=True).double()
     return trained(cut, net, draw(5, 6, 3), lambda x: net(x)[0][:, -1])
 
 
 @program
-def attention(cut: Cut) -> Any:
+def attention(cut):
     torch.manual_seed(0)
     net = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True).double()
     return trained(cut, net, draw(5, 6, 4), lambda x: net(x)[:, -1])
 
 
 @program
-def a_sparse_embedding(cut: Cut) -> Any:
+def a_sparse_embedding(cut):
     torch.manual_seed(0)
     net, i = nn.Embedding(7, 4, sparse=True).double(), torch.tensor([1, 3, 3, 0, 6])
     end(cut(net, batch_argnums=0)(i)).backward()
-    return net.weight.grad.to_dense()  # pyright: ignore
+    return net.weight.grad.to_dense()
 
 
 @program
-def parametrizations_of_weights(cut: Cut) -> Any:
-    net: Any = network()
+def parametrizations_of_weights(cut):
+    net = network()
     parametrizations.weight_norm(net[0])
     parametrizations.orthogonal(net[2])
     return trained(cut, net)
 
 
 @program
-def a_weight_that_is_computed(cut: Cut) -> Any:
-    net: Any = network()
+def a_weight_that_is_computed(cut):
+    net = network()
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     del net[0]._parameters["weight"]
     net[0].weight = draw(6, 3) * scale
@@ -114,29 +114,29 @@ def a_weight_that_is_computed(cut: Cut) -> Any:
 
 
 @program
-def a_scripted_module(cut: Cut) -> Any:
+def a_scripted_module(cut):
     net = network()
-    scripted: Any = torch.jit.script(net)
+    scripted = torch.jit.script(net)
     return trained(cut, net, f=lambda x: scripted(x))
 
 
 @program
-def a_traced_module(cut: Cut) -> Any:
+def a_traced_module(cut):
     net = network()
-    traced: Any = torch.jit.trace(net, X[:2])
+    traced = torch.jit.trace(net, X[:2])
     return trained(cut, net, f=lambda x: traced(x))
 
 
 @program
-def a_compiled_module(cut: Cut) -> Any:
+def a_compiled_module(cut):
     torch.compiler.reset()
     net = network()
     return trained(cut, net, f=torch.compile(net, backend="aot_eager"))
 
 
 @program
-def hooks(cut: Cut) -> Any:
-    net: Any = network()
+def hooks(cut):
+    net = network()
     net[2].register_full_backward_hook(lambda m, grads, _: (grads[0] * 2,))
     net[2].register_forward_hook(lambda m, args, out: out * 2)
     net[0].weight.register_hook(lambda g: g * 3)
@@ -144,7 +144,7 @@ def hooks(cut: Cut) -> Any:
 
 
 @program
-def a_network_called_by_functional(cut: Cut) -> Any:
+def a_network_called_by_functional(cut):
     fn = pa.functional(network())
     return grad(lambda p: end(cut(lambda p, x: fn.apply(p, (), x)[0])(p, X)))(fn.params)
 
@@ -153,27 +153,27 @@ def a_network_called_by_functional(cut: Cut) -> Any:
 
 
 @program
-def a_checkpoint_inside(cut: Cut) -> Any:
+def a_checkpoint_inside(cut):
     net = network()
     return trained(cut, net, f=lambda x: checkpoint(net, x, use_reentrant=False))
 
 
 @program
-def a_checkpoint_around(cut: Cut) -> Any:
+def a_checkpoint_around(cut):
     net = network()
     f = lambda x: checkpoint(cut(net, batch_argnums=0), x, use_reentrant=False)  # noqa: E731
     return trained(lambda f, **_: f, net, f=f)
 
 
 @program
-def a_cut_in_a_cut(cut: Cut) -> Any:
+def a_cut_in_a_cut(cut):
     inner = lambda w, x: cut(lambda w, x: rows(w, x) * C)(w, x).sin()  # noqa: E731
     return grad(lambda w: end(cut(inner)(w, X)))(W)
 
 
 @program
-def writes_to_its_own(cut: Cut) -> Any:
-    def of(w: Tensor, x: Tensor) -> Tensor:
+def writes_to_its_own(cut):
+    def of(w, x):
         h = x @ w
         h *= C
         h[:, 0].mul_(w[0, 0])
@@ -183,8 +183,8 @@ def writes_to_its_own(cut: Cut) -> Any:
 
 
 @program
-def autograd_inside(cut: Cut) -> Any:
-    def of(w: Tensor, x: Tensor) -> Tensor:
+def autograd_inside(cut):
+    def of(w, x):
         with torch.enable_grad():
             h = rows(w, x)
             h = h if h.requires_grad else h.requires_grad_()
@@ -195,16 +195,16 @@ def autograd_inside(cut: Cut) -> Any:
 
 
 @program
-def per_sample_gradients_inside(cut: Cut) -> Any:
-    def of(w: Tensor, x: Tensor) -> Tensor:
+def per_sample_gradients_inside(cut):
+    def of(w, x):
         return vmap(grad(lambda w, r: rows(w, r[None]).square().sum()), (None, 0))(w, x)[:, 0]
 
     return grad(lambda w: end(cut(of)(w, X)))(W)
 
 
 @program
-def no_grad_inside(cut: Cut) -> Any:
-    def of(w: Tensor, x: Tensor) -> Tensor:
+def no_grad_inside(cut):
+    def of(w, x):
         with torch.no_grad():
             h = rows(w, x)
         return h * w[0]
@@ -213,13 +213,13 @@ def no_grad_inside(cut: Cut) -> Any:
 
 
 @program
-def a_thread_inside(cut: Cut) -> Any:
+def a_thread_inside(cut):
     net = network()
 
-    def of(x: Tensor) -> Tensor:
-        found: list[Tensor] = []
+    def of(x):
+        found = []
 
-        def work(record: bool) -> None:
+        def work(record):
             with torch.set_grad_enabled(record):
                 found.append(torch.tanh(x) * 2)
 
@@ -232,17 +232,17 @@ def a_thread_inside(cut: Cut) -> Any:
 
 
 @program
-def a_compiled_function_inside(cut: Cut) -> Any:
+def a_compiled_function_inside(cut):
     torch.compiler.reset()
     f = torch.compile(lambda w, x: torch.tanh(x @ w) * C, backend="aot_eager")
     return derivative(lambda w: end(cut(f)(w, X)))
 
 
 @program
-def autocast_inside(cut: Cut) -> Any:
+def autocast_inside(cut):
     """Of whole numbers that bfloat16 has, as have all their products here."""
 
-    def of(w: Tensor, x: Tensor) -> Tensor:
+    def of(w, x):
         with torch.autocast("cpu", torch.bfloat16):
             return (x @ w).float()
 
@@ -251,15 +251,15 @@ def autocast_inside(cut: Cut) -> Any:
 
 
 @program
-def autocast_around(cut: Cut) -> Any:
+def autocast_around(cut):
     """It is on wherever the function runs, and off around the derivative."""
     w, x = W.sign().float(), X.sign().float()
 
-    def of(w: Tensor, x: Tensor) -> Tensor:
+    def of(w, x):
         assert torch.is_autocast_enabled("cpu")
         return x @ w
 
-    def loss(w: Tensor) -> Tensor:
+    def loss(w):
         with torch.autocast("cpu", torch.bfloat16):
             z = cut(of)(w, x)
         assert z.dtype == torch.bfloat16
@@ -272,8 +272,8 @@ def autocast_around(cut: Cut) -> Any:
 
 
 @program
-def an_output_that_is_written_to(cut: Cut) -> Any:
-    def loss(w: Tensor) -> Tensor:
+def an_output_that_is_written_to(cut):
+    def loss(w):
         z = cut(rows)(w, X)
         z = z if cut is not uncut else z * 1  # tanh keeps what it returns
         z.mul_(2)
@@ -284,7 +284,7 @@ def an_output_that_is_written_to(cut: Cut) -> Any:
 
 
 @program
-def two_backward_passes(cut: Cut) -> Any:
+def two_backward_passes(cut):
     w = W.clone().requires_grad_()
     z = end(cut(rows)(w, X))
     z.backward(retain_graph=True)
@@ -293,7 +293,7 @@ def two_backward_passes(cut: Cut) -> Any:
 
 
 @program
-def under_no_grad(cut: Cut) -> Any:
+def under_no_grad(cut):
     with torch.no_grad():
         z = cut(rows)(W.clone().requires_grad_(), X)
         assert not z.requires_grad
@@ -301,18 +301,18 @@ def under_no_grad(cut: Cut) -> Any:
 
 
 @program
-def under_inference_mode(cut: Cut) -> Any:
+def under_inference_mode(cut):
     with torch.inference_mode():
         found = cut(rows)(W, X), grad(lambda c: end(cut(lambda w, x: rows(w, x) * c)(W, X)))(C)
     return [x.clone() for x in found]
 
 
 @program
-def a_parameter_that_only_some_rows_need(cut: Cut) -> Any:
+def a_parameter_that_only_some_rows_need(cut):
     """An expert, and a branch that looks at the batch."""
     experts = [draw(3, 4, seed=s).requires_grad_() for s in range(3)]
 
-    def of(x: Tensor, i: Tensor) -> Tensor:
+    def of(x, i):
         h = torch.zeros(len(x), 4, dtype=x.dtype)
         for k, expert in enumerate(experts):
             if (at := i == k).any():
@@ -324,13 +324,13 @@ def a_parameter_that_only_some_rows_need(cut: Cut) -> Any:
 
 
 @program
-def a_step_through_a_step(cut: Cut) -> Any:
+def a_step_through_a_step(cut):
     """The gradient with respect to a learning rate that a schedule captures."""
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return end(cut(rows)(w, x))
 
-    def after(rate: Tensor) -> Tensor:
+    def after(rate):
         step = pa.make_step(loss, pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(lambda _: rate)))
         return loss(step(step.init(W), X)[0].params, X)
 
@@ -338,7 +338,7 @@ def a_step_through_a_step(cut: Cut) -> Any:
 
 
 @program
-def per_sample_gradients_around(cut: Cut) -> Any:
+def per_sample_gradients_around(cut):
     of = lambda w, x: cut(rows)(w, x).square().sum()  # noqa: E731
     return vmap(grad(of), (None, 0))(W, X[:, None]), pa.per_sample_grad(
         lambda w, x: cut(rows)(w, x[None]).square().sum()
@@ -346,8 +346,8 @@ def per_sample_gradients_around(cut: Cut) -> Any:
 
 
 @program
-def a_dtype_and_a_device_of_its_own(cut: Cut) -> Any:
-    def of(w: Tensor, x: Tensor) -> Any:
+def a_dtype_and_a_device_of_its_own(cut):
+    def of(w, x):
         return rows(w, x).float(), (x > 0), x.argmax(1), None, "name"
 
     found = cut(of)(W, X)
@@ -358,11 +358,11 @@ def a_dtype_and_a_device_of_its_own(cut: Cut) -> Any:
 # The comparison --------------------------------------------------------------------------------
 
 
-def uncut(func: Any, **_: Any) -> Any:
+def uncut(func, **_):
     return func
 
 
-def near(got: Any, want: Any, name: str) -> None:
+def near(got, want, name):
     xs, ys = optree.tree_leaves(got), optree.tree_leaves(want)
     assert len(xs) == len(ys)
     for x, y in zip(xs, ys, strict=True):
@@ -377,8 +377,8 @@ UNSEEN = ("a scripted module", "a traced module")
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("size", [2, [1, 4]], ids=str)
 @pytest.mark.filterwarnings("ignore")
-def test_every_program_is_the_plain_one(name: str, size: Any) -> None:
-    def cut(func: Any, **knobs: Any) -> Any:
+def test_every_program_is_the_plain_one(name, size):
+    def cut(func, **knobs):
         by = 2 if isinstance(size, list) and name == "a cut in a cut" else size
         return pa.microbatch(func, microbatch_size=by, **knobs)
 
@@ -398,10 +398,10 @@ def test_every_program_is_the_plain_one(name: str, size: Any) -> None:
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("form", ["vmap of grad", "grad of vmap", "vmap of jvp", "vmap of both"])
-def test_dropout_under_vmap_draws_again_what_it_drew(form: str, randomness: str) -> None:
+def test_dropout_under_vmap_draws_again_what_it_drew(form, randomness):
     scales = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 
-    def run(f: Callable[[Tensor], Tensor]) -> Tensor:
+    def run(f):
         over = lambda g: vmap(g, randomness=randomness)(scales)  # noqa: E731
         torch.manual_seed(5)
         if form == "vmap of grad":
@@ -412,10 +412,10 @@ def test_dropout_under_vmap_draws_again_what_it_drew(form: str, randomness: str)
             return over(lambda s: jvp(f, (W * s,), (W,))[1])
         return over(lambda s: grad(lambda w: grad(f)(w).pow(3).sum())(W * s))
 
-    def dropped(w: Tensor, x: Tensor) -> Tensor:
+    def dropped(w, x):
         return F.dropout(x @ w, 0.5)
 
-    def loop(w: Tensor) -> Tensor:
+    def loop(w):
         return torch.cat([dropped(w, part) for part in X.split(2)]).sum(0).pow(2).sum()
 
     micro = pa.microbatch(dropped, microbatch_size=2)

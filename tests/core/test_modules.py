@@ -1,11 +1,10 @@
 """Modules whose parameters are not what they seem: tied, parametrized, reused, unused."""
 
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
@@ -21,7 +20,7 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 class Tied(nn.Module):
     """A head that is the embedding, a layer under two names, and one that nobody calls."""
 
-    def __init__(self, vocabulary: int = 5, width: int = 4) -> None:
+    def __init__(self, vocabulary=5, width=4):
         super().__init__()
         self.emb = nn.Embedding(vocabulary, width)
         self.first = nn.Linear(width, width)
@@ -30,11 +29,11 @@ class Tied(nn.Module):
         self.head.weight = self.emb.weight
         self.unused = nn.Linear(2, 2)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.head(torch.relu(self.second(torch.relu(self.first(self.emb(tokens))))))
 
 
-def integer_(module: nn.Module) -> nn.Module:
+def integer_(module):
     """Small integers for parameters, so that sums are exact."""
     with torch.no_grad():
         for parameter in module.parameters():
@@ -42,13 +41,13 @@ def integer_(module: nn.Module) -> nn.Module:
     return module
 
 
-def summed(module: nn.Module, **knobs: Any) -> Any:
+def summed(module, **knobs):
     return lambda p, b: (functional_call(module, p, (b["x"],), **knobs) * b["y"]).sum()
 
 
 @engines
 @pytest.mark.parametrize("vocabulary", [5, 2**16])  # the latter is added by a hook: 1 MiB
-def test_tied_and_unused_parameters_have_their_gradients(engine: Any, vocabulary: int) -> None:
+def test_tied_and_unused_parameters_have_their_gradients(engine, vocabulary):
     """One key for a tied tensor gets the sum over its uses; what is unused gets zeros."""
     module = integer_(Tied(vocabulary))
     other = deepcopy(module)  # functional_call spoils modules that are shared: see test_hazards
@@ -68,12 +67,12 @@ def test_tied_and_unused_parameters_have_their_gradients(engine: Any, vocabulary
 
 @engines
 @pytest.mark.parametrize("width", [3, 2**18])
-def test_one_tensor_under_two_keys_is_two_leaves(engine: Any, width: int) -> None:
+def test_one_tensor_under_two_keys_is_two_leaves(engine, width):
     """As for torch.func: each key gets the gradient of its own use."""
     w, x = torch.ones(width), torch.arange(6.0)[:, None]
     params = {"a": w, "b": w, "nested": [w, (w,)]}
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return (p["a"][:3] * x + p["b"][:3] * x * 2 + p["nested"][1][0][:3] * 3).sum()
 
     grads = pa.grad(loss, microbatch_size=4, reduction="sum", engine=engine)(params, x)
@@ -84,7 +83,7 @@ def test_one_tensor_under_two_keys_is_two_leaves(engine: Any, width: int) -> Non
 @pytest.mark.parametrize(
     "parametrization", [parametrizations.weight_norm, parametrizations.orthogonal]
 )
-def test_parametrized_weights_have_their_gradients(engine: Any, parametrization: Any) -> None:
+def test_parametrized_weights_have_their_gradients(engine, parametrization):
     """Against ``.backward()`` in float64: sqrt(u) of the sum of the norms of the terms."""
     module = parametrization(nn.Linear(4, 4)).double()
     params = {name: p.detach() for name, p in module.named_parameters()}
@@ -101,22 +100,17 @@ def test_parametrized_weights_have_their_gradients(engine: Any, parametrization:
 
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_params_may_have_mixed_dtypes(engine: Any, dtype: torch.dtype) -> None:
+def test_params_may_have_mixed_dtypes(engine, dtype):
     """Each leaf is summed in its own width and comes back in its own dtype; exact data."""
     params = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(3), "c": torch.ones((), dtype=dtype)}
     x = torch.randint(-15, 16, (7, 3)).float()
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return (p["a"] * x + p["b"] * x * x).double().sum() + p["c"] * len(x)
 
     grads = pa.grad(loss, microbatch_size=2, reduction="sum", engine=engine)(params, x)
     assert_trees_bitwise_equal(
-        grads,
-        {
-            "a": x.sum(0).to(dtype),
-            "b": (x * x).sum(0),
-            "c": torch.tensor(7.0, dtype=dtype),
-        },
+        grads, {"a": x.sum(0).to(dtype), "b": (x * x).sum(0), "c": torch.tensor(7.0, dtype=dtype)}
     )
     assert pa.accumulator(loss).init(params).grads["a"].dtype == (
         torch.float64 if dtype == torch.float64 else torch.float32
@@ -124,7 +118,7 @@ def test_params_may_have_mixed_dtypes(engine: Any, dtype: torch.dtype) -> None:
 
 
 @engines
-def test_params_that_require_grad_get_no_grad(engine: Any) -> None:
+def test_params_that_require_grad_get_no_grad(engine):
     """A module's own parameters may be passed: they are followed, and ``.grad`` stays None."""
     module = integer_(nn.Linear(3, 2))
     params = dict(module.named_parameters())
@@ -141,13 +135,13 @@ def test_params_that_require_grad_get_no_grad(engine: Any) -> None:
 # Recurrent networks -----------------------------------------------------------------------
 
 
-def by_func(loss: Any, params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+def by_func(loss, params, x):
     total, pull = torch.func.vjp(lambda params: loss(params, x), params)
     with torch.no_grad():  # with a graph of the backward pass, torch takes another kernel
         return list(pull(torch.ones_like(total))[0].values())
 
 
-def by_autograd(loss: Any, params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+def by_autograd(loss, params, x):
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
     return list(torch.autograd.grad(loss(leaves, x), list(leaves.values())))
 
@@ -155,9 +149,7 @@ def by_autograd(loss: Any, params: dict[str, Tensor], x: Tensor) -> list[Tensor]
 @pytest.mark.parametrize(("engine", "alone"), [("func", by_func), ("autograd", by_autograd)])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_microbatches_of_recurrent_networks_are_summed_in_bits(
-    kind: Any, mode: Any, engine: Any, alone: Any
-) -> None:
+def test_microbatches_of_recurrent_networks_are_summed_in_bits(kind, mode, engine, alone):
     """Their float32 kernels on a CPU ask for the grad mode below torch.func: under no_grad that of
     the LSTM saves nothing for its backward pass, which then fails.
     """
@@ -165,7 +157,7 @@ def test_microbatches_of_recurrent_networks_are_summed_in_bits(
     params = {name: p.detach() for name, p in net.named_parameters()}
     x = torch.randn(6, 3, 3)
 
-    def loss(params: Any, x: Tensor) -> Tensor:
+    def loss(params, x):
         return (torch.func.functional_call(net, params, (x,))[0] ** 2).sum()
 
     with mode():

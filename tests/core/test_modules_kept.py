@@ -1,10 +1,8 @@
 """A module that is called with other parameters keeps its own: parameters, buffers, hooks, mode."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 import pureaccum as pa
@@ -22,7 +20,7 @@ some_calls = pytest.mark.parametrize(
 )
 
 
-def module(name: str) -> nn.Module:
+def module(name):
     """Trained a little, so that there are gradients and hooks to lose."""
     net = make(name)
     switch([net], on=False)
@@ -34,11 +32,11 @@ def module(name: str) -> nn.Module:
 
 @some_calls
 @pytest.mark.parametrize("network", NAMES)
-def test_a_call_leaves_the_module_as_it_was(name: str, knobs: Any, network: str) -> None:
+def test_a_call_leaves_the_module_as_it_was(name, knobs, network):
     net = module(network)
     params, batch = other_params(net), {"x": inputs(6)}
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         return (call(net, params, batch["x"]) ** 2).mean()
 
     with unchanged(net, params, batch):
@@ -47,7 +45,7 @@ def test_a_call_leaves_the_module_as_it_was(name: str, knobs: Any, network: str)
 
 @pytest.mark.parametrize("network", NAMES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_after_a_call_a_module_computes_with_its_own_parameters(network: str, engine: Any) -> None:
+def test_after_a_call_a_module_computes_with_its_own_parameters(network, engine):
     net = module(network).eval()
     params, x = other_params(net), inputs(6)
     before = net(x)
@@ -57,19 +55,19 @@ def test_after_a_call_a_module_computes_with_its_own_parameters(network: str, en
 
 @some_calls
 @pytest.mark.parametrize("network", NAMES)
-def test_a_call_that_fails_leaves_the_module_as_it_was(name: str, knobs: Any, network: str) -> None:
+def test_a_call_that_fails_leaves_the_module_as_it_was(name, knobs, network):
     """Inside the module, at the second microbatch."""
     net = module(network)
     params, batch = other_params(net), {"x": inputs(6)}
     calls = iter([False, True])
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         if next(calls):
             raise BoomError
 
     net.get_submodule("head" if hasattr(net, "head") else "").register_forward_hook(fail)
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         return (call(net, params, batch["x"]) ** 2).mean()
 
     with unchanged(net, params, batch), pytest.raises(BoomError):
@@ -77,12 +75,12 @@ def test_a_call_that_fails_leaves_the_module_as_it_was(name: str, knobs: Any, ne
 
 
 @some_calls
-def test_the_module_s_own_parameters_can_be_what_is_differentiated(name: str, knobs: Any) -> None:
+def test_the_module_s_own_parameters_can_be_what_is_differentiated(name, knobs):
     """They require grad, and get none."""
     net = module("linear")
     params, batch = dict(net.named_parameters()), {"x": inputs(5)}
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         return (functional_call(net, params, batch["x"]) ** 2).mean()
 
     with unchanged(net, params, batch):
@@ -90,21 +88,21 @@ def test_the_module_s_own_parameters_can_be_what_is_differentiated(name: str, kn
 
 
 @pytest.mark.parametrize("size", [2, 6])
-def test_captured_buffers_that_would_be_written_raise_and_stay(size: int) -> None:
+def test_captured_buffers_that_would_be_written_raise_and_stay(size):
     """torch.func refuses to write to what it did not clone; so nothing was written."""
     net = module("batch norm")
     params = other_params(net)
-    knobs: Any = {"microbatch_size": size, "check": False}
+    knobs = {"microbatch_size": size, "check": False}
     with unchanged(net, params), pytest.raises(RuntimeError, match="mutate a captured Tensor"):
         pa.grad(lambda p, x: functional_call(net, p, x).mean(), **knobs)(params, inputs(6))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_frozen_parameter_stays_frozen_and_has_a_gradient(engine: Any) -> None:
+def test_a_frozen_parameter_stays_frozen_and_has_a_gradient(engine):
     """``requires_grad`` says what ``.backward()`` reaches; argnums says what is differentiated."""
     net = module("linear").requires_grad_(False)
 
-    def loss(params: Tensors, x: Tensor) -> Tensor:
+    def loss(params, x):
         return (functional_call(net, params, x) ** 2).mean()
 
     with unchanged(net):

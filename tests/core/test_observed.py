@@ -26,7 +26,7 @@ W = torch.linspace(0.5, 1.5, 4)
 Loss = Callable[[Any, Tensor], Tensor]
 
 
-def _stream(loss: Loss) -> Any:
+def _stream(loss):
     step = pa.make_step(loss, pa.sgd(0.1))
     state = step.init(W)
     window = step.begin(state)
@@ -35,7 +35,7 @@ def _stream(loss: Loss) -> Any:
     return step.apply(state, window)
 
 
-CALLS: dict[str, Callable[[Loss], Any]] = {
+CALLS = {
     "func": lambda f: pa.grad_and_value(f, microbatch_size=2)(W, X),
     "autograd": lambda f: pa.grad_and_value(f, microbatch_size=2, engine="autograd")(W, X),
     "whole": lambda f: pa.grad_and_value(f)(W, X),
@@ -58,24 +58,24 @@ CALLS: dict[str, Callable[[Loss], Any]] = {
 calls = pytest.mark.parametrize("call", CALLS)
 
 
-def by_autograd(f: Loss) -> Tensor:
+def by_autograd(f):
     w = W.clone().requires_grad_()
     return torch.autograd.grad(f(w, X), w)[0]
 
 
 @calls
-def test_random_numbers_are_drawn_as_if_the_loss_were_called_once(call: str) -> None:
+def test_random_numbers_are_drawn_as_if_the_loss_were_called_once(call):
     """From torch's generator, one that the loss holds, Python's and numpy's."""
     own = torch.Generator()
 
-    def made() -> Loss:
-        def loss(w: Tensor, x: Tensor) -> Tensor:
+    def made():
+        def loss(w, x):
             mask = torch.rand(4) + torch.rand(4, generator=own)
             return (w * x * mask).square().mean() * random.random() * np.random.rand()
 
         return loss
 
-    def run(loss: Loss) -> Any:
+    def run(loss):
         torch.manual_seed(0)
         own.manual_seed(1)
         random.seed(2)
@@ -96,24 +96,24 @@ def test_random_numbers_are_drawn_as_if_the_loss_were_called_once(call: str) -> 
 class Counting(nn.Module):
     """Counts its calls in an attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.calls = nn.Linear(4, 1), 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         self.last = x.shape
         return self.linear(x)
 
 
 @pytest.mark.parametrize("by", ["functional", "captured"])
-def test_attributes_of_modules_are_assigned_as_if_the_loss_were_called_once(by: str) -> None:
+def test_attributes_of_modules_are_assigned_as_if_the_loss_were_called_once(by):
     net = Counting()
     fn = pa.functional(net)
     if by == "captured":  # else the call is made again, to follow what is captured
         net.requires_grad_(False)
 
-    def loss(w: Any, x: Tensor) -> Tensor:
+    def loss(w, x):
         out = fn.apply(w, (), x)[0] if by == "functional" else net(x) * w["linear.bias"]
         return out.square().mean() + len(net.last)
 
@@ -122,7 +122,7 @@ def test_attributes_of_modules_are_assigned_as_if_the_loss_were_called_once(by: 
         assert net.calls == 3 * i
 
 
-def test_the_first_call_of_a_functional_is_one_call() -> None:
+def test_the_first_call_of_a_functional_is_one_call():
     """It is observed, to see whether it leads back to the module itself."""
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), Counting())
     fn, states = pa.functional(net), []
@@ -138,10 +138,10 @@ class BoomError(Exception):
 
 
 @calls
-def test_an_error_of_the_loss_is_that_of_the_run_that_counts(call: str) -> None:
-    raised: list[BoomError] = []
+def test_an_error_of_the_loss_is_that_of_the_run_that_counts(call):
+    raised = []
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         raised.append(BoomError())
         raise raised[-1]
 
@@ -152,12 +152,12 @@ def test_an_error_of_the_loss_is_that_of_the_run_that_counts(call: str) -> None:
 
 
 @calls
-def test_a_loss_that_fails_where_it_is_observed_is_guarded_by_versions(call: str) -> None:
+def test_a_loss_that_fails_where_it_is_observed_is_guarded_by_versions(call):
     if call == "budget":
         pytest.skip("nobody can count what is not to be observed")
 
-    def made(writes: bool) -> Loss:
-        def loss(w: Tensor, x: Tensor) -> Tensor:
+    def made(writes):
+        def loss(w, x):
             if dispatched():
                 raise BoomError
             if writes:
@@ -179,9 +179,9 @@ def test_a_loss_that_fails_where_it_is_observed_is_guarded_by_versions(call: str
         X.copy_(before)
 
 
-def test_a_module_that_fails_where_it_is_observed_is_called_itself() -> None:
+def test_a_module_that_fails_where_it_is_observed_is_called_itself():
     class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if dispatched():
                 raise BoomError
             return super().forward(x)
@@ -195,11 +195,11 @@ def test_a_module_that_fails_where_it_is_observed_is_called_itself() -> None:
 
 
 @pytest.mark.parametrize("call", ["autograd", "value", "step", "stream", "budget", "backward"])
-def test_a_loss_that_catches_the_refusal_of_a_write_is_refused_all_the_same(call: str) -> None:
+def test_a_loss_that_catches_the_refusal_of_a_write_is_refused_all_the_same(call):
     """Nobody would refuse the write where it counts."""
     held = torch.zeros(4)
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         with suppress(RuntimeError):
             held.data.add_(1)
         return (w * x).square().mean()
@@ -211,21 +211,21 @@ def test_a_loss_that_catches_the_refusal_of_a_write_is_refused_all_the_same(call
 class Operations(TorchDispatchMode):
     """Notes what it sees, as a counter of operations does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[Any] = []
+        self.seen = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
 
 @calls
-def test_a_dispatch_mode_around_sees_a_loss_once(call: str) -> None:
+def test_a_dispatch_mode_around_sees_a_loss_once(call):
     loss = lambda w, x: (w * x).square().mean()  # noqa: E731
     if call == "budget":
         pytest.skip("a run that is counted is another one")
-    seen: list[list[Any]] = []
+    seen = []
     for _ in range(2):
         with Operations() as operations:
             CALLS[call](loss)
@@ -233,8 +233,8 @@ def test_a_dispatch_mode_around_sees_a_loss_once(call: str) -> None:
     assert seen[0] == seen[1] != []
 
 
-def test_a_kind_that_nobody_could_observe_is_observed_the_next_time() -> None:
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+def test_a_kind_that_nobody_could_observe_is_observed_the_next_time():
+    def loss(w, x):
         if len(noted) == 1:
             held.data.add_(1)
         return (w * x).square().mean()
@@ -247,7 +247,7 @@ def test_a_kind_that_nobody_could_observe_is_observed_the_next_time() -> None:
         pa.value(loss, microbatch_size=6)(W, X)
 
 
-def test_a_checkpoint_around_does_not_count_what_the_observed_run_saves() -> None:
+def test_a_checkpoint_around_does_not_count_what_the_observed_run_saves():
     rows = lambda w, x: (w * x).sin().sum()  # noqa: E731
     loss = pa.microbatch(rows, microbatch_size=2, reduce="sum")
     w = W.clone().requires_grad_()
@@ -258,21 +258,21 @@ def test_a_checkpoint_around_does_not_count_what_the_observed_run_saves() -> Non
 class Holding(nn.Module):
     """Checkpoints another module, or only calls it."""
 
-    def __init__(self, net: nn.Module, on: bool) -> None:
+    def __init__(self, net, on):
         super().__init__()
         self.net, self.on = net, on
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return checkpoint(self.net, x, use_reentrant=False) if self.on else self.net(x)
 
 
-def test_a_checkpoint_inside_is_recomputed_with_the_right_parameters() -> None:
+def test_a_checkpoint_inside_is_recomputed_with_the_right_parameters():
     """Also where a loss makes other tensors of them at each call."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     params = {k: 2 * v.detach() for k, v in net.named_parameters()}
 
-    def loss_of(module: nn.Module) -> Loss:
-        def loss(p: Any, x: Tensor) -> Tensor:
+    def loss_of(module):
+        def loss(p, x):
             halved = {f"net.{name}": 0.5 * value for name, value in p.items()}
             return torch.func.functional_call(module, halved, (x,)).mean()
 

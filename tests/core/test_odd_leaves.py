@@ -1,12 +1,9 @@
 """Odd leaves: complex, non-contiguous, without rows, without elements, and no tensors at all."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -23,7 +20,7 @@ COUNTS = ("microbatches", "skipped", "nonfinite", "weighted")
 NONFINITE = ("propagate", "skip", "raise")
 
 
-def whole(g: torch.Generator, *shape: int) -> Tensor:
+def whole(g, *shape):
     return torch.randint(-7, 8, shape, generator=g).float()
 
 
@@ -37,15 +34,13 @@ def whole(g: torch.Generator, *shape: int) -> Tensor:
     rows=st.integers(2, 6),
     size=st.integers(1, 5),
 )
-def test_gradients_of_complex_parameters_are_summed(
-    engine: Any, width: int, nonfinite: Any, seed: int, rows: int, size: int
-) -> None:
+def test_gradients_of_complex_parameters_are_summed(engine, width, nonfinite, seed, rows, size):
     """Exact integers, also where the gradient arrives as a lazy conjugate."""
     g = generator(seed)
     w = torch.complex(whole(g, width), whole(g, width))
     x, y = torch.complex(whole(g, rows, 1), whole(g, rows, 1)), whole(g, rows, 3)
 
-    def loss(p: Any, batch: Any) -> Tensor:
+    def loss(p, batch):
         out = batch[0] * p["w"][:3] * p["v"].conj()
         once = (p["v"].conj() * 3).real.sum()
         return (batch[1] * (out.real - 2 * out.imag)).sum() + len(batch[1]) * once
@@ -64,11 +59,11 @@ def test_gradients_of_complex_parameters_are_summed(
 
 @engines
 @widths
-def test_a_complex_gradient_that_is_not_finite_is_skipped(engine: Any, width: int) -> None:
+def test_a_complex_gradient_that_is_not_finite_is_skipped(engine, width):
     """Only its imaginary part is NaN, and it arrives conjugated."""
     w = torch.ones(width, dtype=torch.complex64)
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return (w.conj() * x[:, None]).real.sum()
 
     x = torch.tensor([1 + 2j, complex(3, float("inf")), 5 - 1j])
@@ -88,12 +83,10 @@ def test_a_complex_gradient_that_is_not_finite_is_skipped(engine: Any, width: in
 @widths
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_gradient_may_be_nan_where_the_loss_is_not(
-    engine: Any, width: int, donate: bool, weighted: bool
-) -> None:
+def test_a_gradient_may_be_nan_where_the_loss_is_not(engine, width, donate, weighted):
     """The root of zero: ``skip`` looks at every leaf, large and small, not only at the loss."""
 
-    def loss(p: Any, x: Tensor) -> Any:
+    def loss(p, x):
         out = (p["w"][:3] * x[:, None]).sqrt().sum() + 4 * len(x) * p["v"]
         return pa.Weighted(out, 2.0 * len(x)) if weighted else out
 
@@ -110,7 +103,7 @@ def test_a_gradient_may_be_nan_where_the_loss_is_not(
 
 @engines
 @pytest.mark.parametrize("value", [3, 2.5, True, 1 + 0j, None], ids=repr)
-def test_a_batch_may_hold_leaves_that_all_rows_share(engine: Any, value: Any) -> None:
+def test_a_batch_may_hold_leaves_that_all_rows_share(engine, value):
     """Python scalars and None reach every microbatch as they are; integers and bools are cut."""
     batch = {
         "x": torch.randint(-7, 8, (7, 3)).float(),
@@ -120,7 +113,7 @@ def test_a_batch_may_hold_leaves_that_all_rows_share(engine: Any, value: Any) ->
         "nested": [value, (torch.arange(7, dtype=torch.uint8),)],
     }
 
-    def loss(w: Tensor, b: Any) -> Tensor:
+    def loss(w, b):
         assert b["shared"] is value
         assert b["nested"][0] is value
         factor = abs(value) if value is not None else 1
@@ -144,14 +137,12 @@ LAYOUTS = {
 
 @each_once("layout, engine, nonfinite", LAYOUTS, POLICIES)
 @pytest.mark.parametrize("columns", [2, 2**16])  # the latter is added by a hook
-def test_leaves_need_not_be_contiguous(
-    layout: Any, columns: int, nonfinite: Any, engine: Any
-) -> None:
+def test_leaves_need_not_be_contiguous(layout, columns, nonfinite, engine):
     """Params and batch; Weighted too, whose large gradients are added in pieces."""
     w = layout(columns)
     x = (torch.arange(5 * 4) % 7 - 3.0).view(4, 5).t()
 
-    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+    def loss(w, x):
         return pa.Weighted((x @ w)[:, :2].sum() + (x[:, :, None] * w[:, -1:]).sum(), len(x))
 
     gradient = pa.grad(loss, microbatch_size=2, nonfinite=nonfinite, engine=engine)
@@ -162,13 +153,11 @@ def test_leaves_need_not_be_contiguous(
 
 
 @each_once("reduction, engine, nonfinite", {"mean": "mean", "sum": "sum"}, POLICIES)
-def test_leaves_may_have_no_dimension_and_no_elements(
-    engine: Any, nonfinite: Any, reduction: Any
-) -> None:
+def test_leaves_may_have_no_dimension_and_no_elements(engine, nonfinite, reduction):
     params = {"scalar": torch.tensor(2.0), "none": torch.zeros(0, 3), "one": torch.ones(1, 1)}
     batch = {"x": torch.arange(8.0), "empty": torch.zeros(8, 0)}
 
-    def loss(p: Any, b: Any) -> Tensor:
+    def loss(p, b):
         rows = p["scalar"] * p["one"] * b["x"] + p["none"].sum() + b["empty"].sum()
         return getattr(rows, reduction)()
 
@@ -180,11 +169,11 @@ def test_leaves_may_have_no_dimension_and_no_elements(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @engines
-def test_zero_d_leaves_keep_their_dtype(engine: Any, dtype: torch.dtype) -> None:
+def test_zero_d_leaves_keep_their_dtype(engine, dtype):
     """A 0-d leaf would take on the dtype of what divides it."""
     w, x = torch.tensor(1.0, dtype=dtype), torch.arange(1.0, 6.0, dtype=dtype)
 
-    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+    def loss(w, x):
         return pa.Weighted((w * x).sum(), len(x))
 
     gradient = pa.grad(loss, microbatch_size=2, engine=engine)
@@ -198,10 +187,10 @@ def test_zero_d_leaves_keep_their_dtype(engine: Any, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
-def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite: Any, engine: Any) -> None:
+def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite, engine):
     """And the sum that begins with it is added to: 1, 2, 4, ... in place of 1, 2, 3, ..."""
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return w.squeeze() + x.mean()
 
     grad = pa.grad(loss, microbatch_size=2, engine=engine, nonfinite=nonfinite)
@@ -210,10 +199,10 @@ def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite: Any, engine: Any) 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
-def test_two_gradients_may_be_views_of_one_tensor(nonfinite: Any, engine: Any) -> None:
+def test_two_gradients_may_be_views_of_one_tensor(nonfinite, engine):
     """``.backward()`` itself is wrong here: see test_hazards."""
 
-    def loss(params: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    def loss(params, x):
         a, b = (p.view(-1) for p in params)
         return ((a + b) * torch.arange(6.0)).sum() + x.mean()
 

@@ -1,6 +1,6 @@
 """Arguments are checked from the left: who swaps two of them is told of the first."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +27,7 @@ STATE = "state is a object; this step expects the TrainState"
 BUFFERS = {"n": torch.ones(1)}
 
 
-def of_a_step(name: str, loss: Any = squares, buffers: Any = None, **knobs: Any) -> Iterator[Any]:
+def of_a_step(name, loss=squares, buffers=None, **knobs):
     step = pa.make_step(loss, pa.sgd(0.1), buffers=buffers and "freeze", **knobs)
     state = step.init(PARAMS, buffers)
     window = step.begin(state)
@@ -39,11 +39,11 @@ def of_a_step(name: str, loss: Any = squares, buffers: Any = None, **knobs: Any)
         yield f"form, {name}", Case(step.form, (state, BATCH), STATE)
 
 
-def with_buffers(params: Any, batch: Any, buffers: Any) -> Any:
+def with_buffers(params, batch, buffers):
     return squares(params, batch), buffers
 
 
-def cases() -> Iterator[tuple[str, Case]]:
+def cases():
     eager = {"backend": "eager"}
     yield from of_a_step("a step")
     yield from of_a_step("a step that cuts", microbatch_size=2)
@@ -69,10 +69,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     none = "batch holds no tensor (object)"
     yield "microbatches", Case(pa.microbatches, (BATCH, 2), none)
     yield "windows", Case(pa.windows, ([BATCH], 2), "loader is a object")
-    yield (
-        "shard_batch",
-        Case(pa.distributed.shard_batch, (BATCH, 0, 2), none),
-    )
+    yield ("shard_batch", Case(pa.distributed.shard_batch, (BATCH, 0, 2), none))
     yield "fold_in", Case(pa.fold_in, (KEY, 1), "key is <object")
     yield "dropout", Case(pa.dropout, (torch.ones(2), 0.5, KEY), "x is a object")
     yield "normal", Case(pa.normal, (KEY, (2,)), "key is <object")
@@ -88,7 +85,7 @@ CASES = dict(cases())
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_first_argument_is_looked_at_first(case: Case) -> None:
+def test_the_first_argument_is_looked_at_first(case):
     """With one that is no such thing nothing else matters."""
     _, *rest = case.args
     for others in (rest, [STRANGE] * len(rest), case.args[:-1]):
@@ -99,7 +96,7 @@ def test_the_first_argument_is_looked_at_first(case: Case) -> None:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("compile", [False, {"backend": "eager"}])
-def test_a_step_asks_whether_state_and_batch_are_swapped(donate: bool, compile: Any) -> None:
+def test_a_step_asks_whether_state_and_batch_are_swapped(donate, compile):
     step = pa.make_step(squares, pa.sgd(0.1), microbatch_size=2, donate=donate, compile=compile)
     state = step.init(PARAMS)
     with refused(TypeError, "state is a dict", "TrainState", "another order?", given=state):

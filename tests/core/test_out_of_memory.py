@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum._base.torch_internals import in_backward
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
-from tests.core.shortage import Point, failing, few_to_collect, inside, shortage
+from tests.core.shortage import failing, few_to_collect, inside, shortage
 from tests.draws import examples, generator
 
 
@@ -26,51 +26,51 @@ pytestmark = [pytest.mark.faults, pytest.mark.usefixtures(few_to_collect.__name_
 Tensors = dict[str, Tensor]
 
 
-def make_params() -> Tensors:
+def make_params():
     """A small leaf and one of 1 MiB, whose gradient takes another way into the sum."""
     g = generator(0)
     return {"w": torch.randn(4, 3, generator=g), "large": torch.randn(512, 512, generator=g)}
 
 
-def make_batch() -> Tensors:
+def make_batch():
     return {"x": torch.randn(ROWS, 4, generator=generator(1))}
 
 
-def rows_of(params: Tensors, batch: Tensors) -> Tensor:
+def rows_of(params, batch):
     hidden = nn.functional.dropout(torch.tanh(batch["x"] @ params["w"]))
     return hidden.sum(1) + (params["large"] * params["large"]).sum() * 2.0**-18
 
 
-SEEN: list[int] = []
+SEEN = []
 
 
-def mean_loss(params: Tensors, batch: Tensors) -> Tensor:
+def mean_loss(params, batch):
     SEEN.append(len(batch["x"]))
     return (rows_of(params, batch) ** 2).mean()
 
 
-def weighted_aux(params: Tensors, batch: Tensors) -> Any:
+def weighted_aux(params, batch):
     rows = rows_of(params, batch)
     return pa.Weighted((rows**2).sum(), (1 + (rows > 0)).sum()), {"rows": rows}
 
 
-def keyed(params: Tensors, batch: Tensors, keys: Tensor) -> Tensor:
+def keyed(params, batch, keys):
     return mean_loss(params, batch | {"x": pa.dropout(batch["x"], 0.5, keys)})
 
 
 NORMED = pa.functional(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout()))
 
 
-def normed(params: Tensors, batch: Tensors, buffers: Tensors) -> Any:
+def normed(params, batch, buffers):
     out, new = NORMED.apply(params, buffers, batch["x"])
     return (out**2).mean(), new
 
 
-def dropped(params: Tensors, batch: Tensors) -> Tensor:
+def dropped(params, batch):
     return nn.functional.dropout(batch["x"] @ params["w"])
 
 
-def cut_inside(params: Tensors, batch: Tensors) -> Tensor:
+def cut_inside(params, batch):
     """It is run again for its derivative, with the numbers that it drew."""
     out = pa.microbatch(dropped, microbatch_size=2)(params, batch)
     return (out**2).mean() + (params["large"] ** 2).sum() * 2.0**-18
@@ -85,7 +85,7 @@ class Made(NamedTuple):
     params: Callable[[], Tensors] = make_params
     buffers: Any = None
 
-    def step(self, size: Any) -> Any:
+    def step(self, size):
         return pa.make_step(self.loss, self.optimizer, microbatch_size=size, **self.knobs)
 
 
@@ -115,7 +115,7 @@ every_step = pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 
 
 @cache
-def started(name: str) -> Any:
+def started(name):
     """A state with something in it."""
     made = MADE[name]
     step = made.step(ROWS)
@@ -123,14 +123,14 @@ def started(name: str) -> Any:
 
 
 @cache
-def operations(name: str, size: int) -> int:
+def operations(name, size):
     step, state = MADE[name].step(size), started(name)
     with shortage() as tries:
         step(state, make_batch())
     return tries.operations[0]
 
 
-def check(name: str, *points: Point, **knobs: Any) -> None:
+def check(name, *points, **knobs):
     """A step that runs out of memory at each point, beside one of the size that is left at last."""
     state, batch, made = started(name), make_batch(), MADE[name]
     step = made.step("auto")
@@ -152,7 +152,7 @@ def check(name: str, *points: Point, **knobs: Any) -> None:
 @pytest.mark.parametrize("name", MADE)
 @examples(1 / 4)
 @given(st.data())
-def test_memory_may_run_out_at_any_operation(name: str, data: st.DataObject) -> None:
+def test_memory_may_run_out_at_any_operation(name, data):
     first = data.draw(st.integers(1, operations(name, ROWS)))
     points = [first]
     if data.draw(st.booleans()):
@@ -160,21 +160,21 @@ def test_memory_may_run_out_at_any_operation(name: str, data: st.DataObject) -> 
     check(name, *points)
 
 
-def at(function: str) -> Callable[[], bool]:
+def at(function):
     return partial(inside, function)
 
 
-def later(point: Callable[[], bool]) -> Callable[[], bool]:
+def later(point):
     return lambda: len(SEEN) == 2 and point()
 
 
-def deep_in_backward() -> bool:
+def deep_in_backward():
     """Where a branch of the graph waits in autograd's queue, while another one is gone through."""
     SEEN.extend([-1] * in_backward())
     return SEEN.count(-1) == 10
 
 
-PLACES: dict[str, tuple[str, tuple[Point, ...]]] = {
+PLACES = {
     "the first forward pass": ("plain", (at("mean_loss"),)),
     "the first backward pass": ("plain", (in_backward,)),
     "a branch of the backward pass": ("plain", (deep_in_backward,)),
@@ -192,7 +192,7 @@ PLACES: dict[str, tuple[str, tuple[Point, ...]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_memory_may_run_out_in_every_place(place: str) -> None:
+def test_memory_may_run_out_in_every_place(place):
     name, points = PLACES[place]
     started(name)
     SEEN.clear()
@@ -201,17 +201,17 @@ def test_memory_may_run_out_in_every_place(place: str) -> None:
 
 # Every kind of error, however it is held ----------------------------------------------------
 
-KEPT: list[BaseException] = []
+KEPT = []
 
 
-def squared(rows: Tensor) -> Tensor:
+def squared(rows):
     return (rows**2).mean()
 
 
-def keeping(params: Tensors, batch: Tensors) -> Tensor:
+def keeping(params, batch):
     """A loss that keeps what it raised, with a chain behind it and a cycle in a frame."""
     out = rows_of(params, batch)
-    cycle: list[Any] = [out]
+    cycle = [out]
     cycle.append(cycle)
     try:
         return squared(out)
@@ -227,7 +227,7 @@ def keeping(params: Tensors, batch: Tensors) -> Tensor:
 MADE["keeping"] = Made(keeping, {})
 
 
-def test_an_error_that_someone_keeps_holds_no_tensors() -> None:
+def test_an_error_that_someone_keeps_holds_no_tensors():
     KEPT.clear()
     check("keeping", at("squared"), at("squared"))
     assert len(KEPT) == 2
@@ -245,7 +245,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("error", [*map(RuntimeError, TEXTS), MemoryError()], ids=repr)
-def test_errors_that_say_out_of_memory_are_told(error: Exception) -> None:
+def test_errors_that_say_out_of_memory_are_told(error):
     check("plain", 30, error=lambda: error)
 
 
@@ -259,7 +259,7 @@ def test_errors_that_say_out_of_memory_are_told(error: Exception) -> None:
     ],
     ids=repr,
 )
-def test_other_errors_are_not_taken_for_out_of_memory(error: BaseException) -> None:
+def test_other_errors_are_not_taken_for_out_of_memory(error):
     """The very same error comes out, as it is, after one try."""
     step, state = MADE["plain"].step("auto"), started("plain")
     with (
@@ -273,7 +273,7 @@ def test_other_errors_are_not_taken_for_out_of_memory(error: BaseException) -> N
     assert len(tries.alive) == 1
 
 
-def test_at_one_row_the_error_comes_out_and_says_what_was_tried() -> None:
+def test_at_one_row_the_error_comes_out_and_says_what_was_tried():
     step, state = MADE["plain"].step("auto"), started("plain")
     errors = [failing() for _ in range(8)]
     with (
@@ -289,10 +289,10 @@ def test_at_one_row_the_error_comes_out_and_says_what_was_tried() -> None:
     )
 
 
-def test_an_error_that_the_caller_handles_keeps_its_frames() -> None:
+def test_an_error_that_the_caller_handles_keeps_its_frames():
     """It is the context of every error raised meanwhile."""
 
-    def fails() -> None:
+    def fails():
         mine = torch.ones(3)
         try:
             raise ValueError(mine)
@@ -307,14 +307,14 @@ def test_an_error_that_the_caller_handles_keeps_its_frames() -> None:
 # Transforms of torch.func's kind -------------------------------------------------------------
 
 
-def called(kind: str, size: Any, params: Tensors, batch: Tensors) -> Any:
+def called(kind, size, params, batch):
     if kind == "value":
         return pa.value(weighted_aux, True, microbatch_size=size)(params, batch)
     return getattr(pa, kind)(mean_loss, microbatch_size=size)(params, batch)
 
 
 @pytest.mark.parametrize("kind", ["grad", "grad_and_value", "value"])
-def test_memory_may_run_out_under_transforms(kind: str) -> None:
+def test_memory_may_run_out_under_transforms(kind):
     params, batch = make_params(), make_batch()
     torch.manual_seed(1)
     with unchanged(params, batch, draws=True), shortage(12, 20) as tries:
@@ -356,7 +356,7 @@ print(sizes[0], rows, torch.equal(found.params, again))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc are Linux's")
 @pytest.mark.slow
-def test_memory_may_run_out_in_the_allocator_itself() -> None:
+def test_memory_may_run_out_in_the_allocator_itself():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,

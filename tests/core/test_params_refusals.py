@@ -1,6 +1,6 @@
 """Params without a gradient, and states that belong to others, are refused; the leaf is named."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refuse
 
 pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
 W = PARAMS["w"]
-NOT_DIFFERENTIABLE: dict[str, tuple[Any, tuple[str, ...]]] = {
+NOT_DIFFERENTIABLE = {
     "int": (W.int(), (" is torch.int32", "floating-point or complex", "another argument")),
     "bool": (W > 0, (" is torch.bool", "floating-point or complex")),
     "Python float": (1.5, (" is a float", "expected a tensor", "named_parameters")),
@@ -22,18 +22,18 @@ NOT_DIFFERENTIABLE: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-def init(loss: Any, params: Any, batch: Any) -> Any:
+def init(loss, params, batch):
     return pa.accumulator(loss).init(params)
 
 
-def uncut(loss: Any, params: Any, batch: Any) -> Any:
+def uncut(loss, params, batch):
     return pa.grad(loss)(params, batch)
 
 
 EVERY = [Receiver(init, "params", ""), Receiver(uncut, "args[0]", "")]
 
 
-def refuses(to: Receiver, params: Any, error: type[Exception], *words: str) -> None:
+def refuses(to, params, error, *words):
     loss, batch = Loss(squares), make_batch()
     with refused(error, *words, given=(params, batch), loss=loss):
         to.run(loss, params, batch)
@@ -41,48 +41,41 @@ def refuses(to: Receiver, params: Any, error: type[Exception], *words: str) -> N
 
 @pytest.mark.parametrize(("leaf", "words"), NOT_DIFFERENTIABLE.values(), ids=NOT_DIFFERENTIABLE)
 @receivers("microbatches", "value")
-def test_a_leaf_without_gradient_is_refused(
-    to: Receiver, leaf: Any, words: tuple[str, ...]
-) -> None:
+def test_a_leaf_without_gradient_is_refused(to, leaf, words):
     refuses(to, {"b": W, "w": leaf}, TypeError, f"{to.params}['w']" + words[0], *words[1:])
 
 
 @pytest.mark.parametrize(("leaf", "words"), NOT_DIFFERENTIABLE.values(), ids=NOT_DIFFERENTIABLE)
 @pytest.mark.parametrize("to", EVERY, ids=["init", "uncut"])
-def test_a_leaf_without_gradient_is_refused_in_init_and_uncut(
-    to: Receiver, leaf: Any, words: tuple[str, ...]
-) -> None:
+def test_a_leaf_without_gradient_is_refused_in_init_and_uncut(to, leaf, words):
     refuses(to, [{"w": leaf}], TypeError, f"{to.params}[0]['w']" + words[0], *words[1:])
     refuses(to, leaf, TypeError, to.params + words[0], *words[1:])
 
 
 @receivers("microbatches", "value")
 @pytest.mark.parametrize("params", [None, {}, [None, ()]], ids=["None", "empty", "deep"])
-def test_nothing_to_differentiate_is_refused(to: Receiver, params: Any) -> None:
+def test_nothing_to_differentiate_is_refused(to, params):
     refuses(to, params, ValueError, "no leaves", "nothing to differentiate")
 
 
 @pytest.mark.parametrize("to", EVERY, ids=["init", "uncut"])
-def test_nothing_to_begin_with_is_refused(to: Receiver) -> None:
+def test_nothing_to_begin_with_is_refused(to):
     refuses(to, {"w": None}, ValueError, "no leaves", "nothing to differentiate")
 
 
-OTHERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+OTHERS = {
     "one more": (PARAMS | {"z": W}, ("['z'] is missing", "2 leaves came", "3 were expected")),
     "one less": ({"w": W}, ("['b'] is not in", "2 leaves came", "1 were expected")),
     "another name": ({"b": W, "v": W}, ("['v'] is missing", "structure")),
     "another container": ([PARAMS["b"], W], ("structure",)),
-    "another shape": (
-        PARAMS | {"w": torch.ones(3)},
-        ("['w'] has shape (2,)", "(3,)"),
-    ),
+    "another shape": (PARAMS | {"w": torch.ones(3)}, ("['w'] has shape (2,)", "(3,)")),
 }
 OWNER = "made from by init"
 
 
 @pytest.mark.parametrize(("params", "words"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_state_fits_its_params(params: Any, words: tuple[str, ...], donate: bool) -> None:
+def test_a_state_fits_its_params(params, words, donate):
     loss = Loss(squares)
     acc = pa.accumulator(loss)
     state = acc.init(PARAMS)
@@ -92,7 +85,7 @@ def test_a_state_fits_its_params(params: Any, words: tuple[str, ...], donate: bo
 
 
 @pytest.mark.parametrize(("params", "words"), OTHERS.values(), ids=OTHERS)
-def test_states_that_are_merged_fit_each_other(params: Any, words: tuple[str, ...]) -> None:
+def test_states_that_are_merged_fit_each_other(params, words):
     acc = pa.accumulator(squares)
     a, b = acc.init(params), acc.init(PARAMS)
     with refused(ValueError, "the second state's grads", "the first", *words, OWNER, given=(a, b)):
@@ -101,7 +94,7 @@ def test_states_that_are_merged_fit_each_other(params: Any, words: tuple[str, ..
 
 @pytest.mark.parametrize("what", [None, PARAMS, (PARAMS, 1.0), "pair"])
 @pytest.mark.parametrize("call", ["update", "merge first", "merge second", "finalize"])
-def test_what_is_no_state_of_an_accumulator_is_refused(what: Any, call: str) -> None:
+def test_what_is_no_state_of_an_accumulator_is_refused(what, call):
     """The pair that ``update`` returns with ``has_aux`` above all."""
     acc = pa.accumulator(squares)
     state = acc.init(PARAMS)
@@ -124,11 +117,11 @@ class Path(str):
     compared: ClassVar[int] = 0
     __hash__ = str.__hash__
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         Path.compared += 1
         return str.__eq__(self, other)
 
-    def codify(self, root: str) -> "Path":
+    def codify(self, root):
         return Path(f"{root}[{self!r}]")
 
 
@@ -137,16 +130,16 @@ class Spec(list[Path]):
 
     type: ClassVar[None] = None
 
-    def accessors(self) -> "Spec":
+    def accessors(self):
         return self
 
 
 @pytest.mark.parametrize("size", [100, 1000, 10_000])
 @pytest.mark.parametrize("extra", [False, True])
-def test_the_message_for_another_structure_looks_at_each_leaf_once(size: int, extra: bool) -> None:
+def test_the_message_for_another_structure_looks_at_each_leaf_once(size, extra):
     """It was quadratic: 10 s for 16,000 leaves."""
-    want: Any = Spec(Path(f"l{i}") for i in range(size))
-    came: Any = Spec([*want, Path("other")] if extra else want[:-1])
+    want = Spec(Path(f"l{i}") for i in range(size))
+    came = Spec([*want, Path("other")] if extra else want[:-1])
     what = "x['other'] is not in params" if extra else f"x['l{size - 1}'] is missing"
     Path.compared = 0
     with refused(ValueError, what, f"{len(came)} leaves came, {size} were expected"):

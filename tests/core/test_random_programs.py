@@ -6,8 +6,7 @@ Each is built once, for a ``cut`` that is microbatched or plain. What comes out 
 or an error; every polynomial in it has small whole coefficients, and float64 rounds the rest.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ Point = Callable[[Tensor], Tensor]  # a function of w alone, to a tensor
 class Scaling(TorchFunctionMode):
     """Another tanh: what a function gives under this mode is not what it gives without."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out * 1.5 if func in (torch.tanh, Tensor.tanh) else out
 
@@ -46,13 +45,13 @@ class Scaling(TorchFunctionMode):
 class Shifting(TorchDispatchMode):
     """The same below autograd."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out + 0.25 if func is torch.ops.aten.sin.default else out
 
 
 # What is cut: a function of (w, rows), and what becomes of its output.
-PIECES: dict[str, tuple[Any, Callable[..., Any]]] = {
+PIECES = {
     "rows": ("concat", lambda w, x: torch.tanh(x @ w)),
     "sum": ("sum", lambda w, x: (torch.sin(x @ w) * x).sum(0)),
     "total": ("sum", lambda w, x: (torch.tanh(x @ w) ** 2).sum()),
@@ -62,14 +61,14 @@ PIECES: dict[str, tuple[Any, Callable[..., Any]]] = {
 INPUTS = ("w", "rows", "captured")
 
 
-def cut(piece: str, size: int | None, by: Tensor | float = 1.0) -> Callable[..., Tensor]:
+def cut(piece, size, by=1.0):
     """A piece over all rows, in one tensor; it captures what its weight is multiplied by."""
     reduce, func = PIECES[piece]
 
-    def scaled(w: Tensor, x: Tensor) -> Any:
+    def scaled(w, x):
         return func(w * by, x)
 
-    def joined(w: Tensor, x: Tensor) -> Tensor:
+    def joined(w, x):
         whole = scaled
         if size is not None:
             whole = pa.microbatch(scaled, microbatch_size=size, reduce=reduce)
@@ -79,10 +78,10 @@ def cut(piece: str, size: int | None, by: Tensor | float = 1.0) -> Callable[...,
     return joined
 
 
-def program(pieces: Sequence[str], wrt: str, size: int | None) -> Point:
+def program(pieces, wrt, size):
     """Pieces after one another, as a function of one thing that they depend on."""
 
-    def of(p: Tensor) -> Tensor:
+    def of(p):
         w = p if wrt == "w" else W
         x = X @ p if wrt == "rows" else X
         total = torch.zeros((), dtype=torch.float64)
@@ -95,23 +94,23 @@ def program(pieces: Sequence[str], wrt: str, size: int | None) -> Point:
     return of
 
 
-def pushed(f: Point, w: Tensor) -> Tensor:
+def pushed(f, w):
     _, push = linearize(f, w)
     return torch.stack([push(V), push(U), push(V)])
 
 
-def by_backward(f: Point, w: Tensor) -> Tensor:
+def by_backward(f, w):
     w = w.clone().requires_grad_()
     return torch.autograd.grad(f(w), w)[0]
 
 
-def twice(f: Point, w: Tensor) -> Tensor:
+def twice(f, w):
     w = w.clone().requires_grad_()
     (g,) = torch.autograd.grad(f(w), w, create_graph=True)
     return torch.autograd.grad((g * V).sum(), w)[0]
 
 
-def later(mode: type, f: Point, w: Tensor) -> Tensor:
+def later(mode, f, w):
     """A backward pass outside of a mode that was around the forward pass."""
     w = w.clone().requires_grad_()
     with mode():
@@ -119,13 +118,13 @@ def later(mode: type, f: Point, w: Tensor) -> Tensor:
     return torch.autograd.grad(out, w)[0]
 
 
-def within(mode: type, f: Point, w: Tensor) -> Tensor:
+def within(mode, f, w):
     with mode():
         return by_backward(f, w)
 
 
 # What is done with such a function at a point.
-ENDS: dict[str, Callable[[Point, Tensor], Tensor]] = {
+ENDS = {
     "value": lambda f, w: f(w),
     "grad": lambda f, w: grad(f)(w),
     "jvp": lambda f, w: jvp(f, (w,), (V,))[1],
@@ -140,17 +139,17 @@ ENDS: dict[str, Callable[[Point, Tensor], Tensor]] = {
     "linearize(grad)": lambda f, w: pushed(grad(f), w),
 }
 # What is put around that, or around the function itself.
-AROUND: dict[str, Callable[[Any], Any]] = {
+AROUND = {
     "nothing": lambda f: f,
     "make_fx": lambda f: lambda w: make_fx(f)(V)(w),
     "functionalize": functionalize,
     "jvp": lambda f: lambda w: jvp(f, (w,), (U,))[1],
     "vmap": lambda f: lambda w: vmap(f)(torch.stack([w, U])),
 }
-MODES: dict[str, Any] = {"within": within, "later": later}
+MODES = {"within": within, "later": later}
 
 
-def compared(came: Callable[[], Tensor], want: Callable[[], Tensor], name: str) -> None:
+def compared(came, want, name):
     """The numbers of plain torch, to half of the digits, or an error where torch has none."""
     try:
         expected = want()
@@ -173,9 +172,7 @@ programs = st.lists(st.sampled_from([*PIECES]), min_size=1, max_size=2)
     st.sampled_from([*AROUND]),
 )
 @pytest.mark.slow
-def test_a_program_under_transforms_and_tracers(
-    pieces: list[str], wrt: str, size: int, end: str, around: str
-) -> None:
+def test_a_program_under_transforms_and_tracers(pieces, wrt, size, end, around):
     by = lambda size: AROUND[around](  # noqa: E731
         lambda w: ENDS[end](program(pieces, wrt, size), w)
     )(W)
@@ -187,9 +184,7 @@ def test_a_program_under_transforms_and_tracers(
     programs, st.sampled_from(INPUTS), st.integers(1, 7), st.sampled_from([*MODES]), st.booleans()
 )
 @pytest.mark.slow
-def test_a_program_under_a_mode_that_changes_numbers(
-    pieces: list[str], wrt: str, size: int, way: str, below: bool
-) -> None:
+def test_a_program_under_a_mode_that_changes_numbers(pieces, wrt, size, way, below):
     mode = Shifting if below else Scaling
     by = lambda size: MODES[way](mode, program(pieces, wrt, size), W)  # noqa: E731
     compared(lambda: by(size), lambda: by(None), f"{pieces} {wrt} {size} {way} {below}")
@@ -198,11 +193,11 @@ def test_a_program_under_a_mode_that_changes_numbers(
 # A step, differentiated, traced or with a history, beside the same by hand.
 
 
-def steps(size: int | None, count: int) -> Point:
-    def loss(w: Tensor, x: Tensor, t: Tensor) -> Tensor:
+def steps(size, count):
+    def loss(w, x, t):
         return (torch.tanh(x @ w) - t).square().sum()
 
-    def by_hand(p: Tensor) -> Tensor:
+    def by_hand(p):
         w, momentum = W, torch.zeros_like(W)
         for _ in range(count):
             g = grad(loss)(w, X, p[0])
@@ -210,7 +205,7 @@ def steps(size: int | None, count: int) -> Point:
             w = w - 0.1 * momentum
         return (w * w).sum()
 
-    def by_steps(p: Tensor) -> Tensor:
+    def by_steps(p):
         step = pa.make_step(loss, pa.sgd(0.1, momentum=0.5), microbatch_size=size, reduction="sum")
         state = step.init(W)
         for _ in range(count):
@@ -223,6 +218,6 @@ def steps(size: int | None, count: int) -> Point:
 @examples(0.2)
 @given(st.integers(1, 7), st.integers(1, 2), st.sampled_from([*ENDS]), st.sampled_from([*AROUND]))
 @pytest.mark.slow
-def test_steps_under_transforms_and_tracers(size: int, count: int, end: str, around: str) -> None:
+def test_steps_under_transforms_and_tracers(size, count, end, around):
     by = lambda size: AROUND[around](lambda w: ENDS[end](steps(size, count), w))(W)  # noqa: E731
     compared(lambda: by(size), lambda: by(None), f"{size} {count} {end} {around}")

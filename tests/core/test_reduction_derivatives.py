@@ -30,7 +30,7 @@ cuts = compositions(ROWS)
 Reduced = Callable[[Callable[..., Tensor], Any, Sequence[int]], Callable[..., Tensor]]
 
 # What each word means, of the outputs of all microbatches and the rows of each.
-PLAIN: dict[str, Callable[[list[Any], Tensor], Tensor]] = {
+PLAIN = {
     "concat": lambda outs, _: torch.cat(outs),
     "stack": lambda outs, _: torch.stack(outs),
     "sum": lambda outs, _: torch.stack(outs).sum(0),
@@ -42,7 +42,7 @@ PLAIN: dict[str, Callable[[list[Any], Tensor], Tensor]] = {
     "last": lambda outs, _: outs[-1],
     "Weighted": lambda outs, n: torch.stack(outs).sum(0) / n.sum(),
 }
-SHAPES: dict[str, Callable[[Tensor], Tensor]] = {  # of the rows and three columns of a microbatch
+SHAPES = {  # of the rows and three columns of a microbatch
     "()": lambda h: h.sum(),
     "(1,)": lambda h: h.sum().view(1),
     "(3,)": lambda h: h.sum(0),
@@ -57,32 +57,32 @@ BEST = pa.Reducer(
 )
 
 
-def columns(w: Tensor, x: Tensor, kind: str) -> Tensor:
+def columns(w, x, kind):
     """Three smooth columns for each row."""
     h = x.to(w.dtype) @ w
     h = torch.stack([h.sin() + 2 * h.conj(), h * h, h * w[0].cos()], 1)
     return torch.exp(1j * h) if kind == "complex" else h
 
 
-def microbatched(func: Callable[..., Tensor], word: str, sizes: Sequence[int]) -> Any:
+def microbatched(func, word, sizes):
     if word == "Weighted":
         weighted = lambda w, x: pa.Weighted(func(w, x), len(x))  # noqa: E731
         return pa.microbatch(weighted, microbatch_size=sizes)
     return pa.microbatch(func, microbatch_size=sizes, reduce=word)
 
 
-def plainly(func: Callable[..., Tensor], word: str, sizes: Sequence[int]) -> Any:
-    def run(w: Tensor, x: Tensor) -> Tensor:
+def plainly(func, word, sizes):
+    def run(w, x):
         outs = [func(w, part) for part in x.split(list(sizes))]
         return PLAIN[word](outs, torch.tensor(sizes, dtype=torch.float64))
 
     return run
 
 
-def beside(func: Callable[..., Tensor], word: str, sizes: Sequence[int], other: str) -> Any:
+def beside(func, word, sizes, other):
     """The reduction beside another output: a count it is divided by, or what is not followed."""
 
-    def pair(w: Tensor, x: Tensor) -> Any:
+    def pair(w, x):
         total = func(w, x)
         out = pa.Weighted(total, len(x)) if word == "Weighted" else total
         of_rows = (x @ x.new_ones(3)) * w.real[1]
@@ -91,15 +91,15 @@ def beside(func: Callable[..., Tensor], word: str, sizes: Sequence[int], other: 
     first = "sum" if word == "Weighted" else word
     words = first, {"count": "sum", "max": "max", "Reducer": BEST}[other]
 
-    def run(w: Tensor, x: Tensor) -> Tensor:
+    def run(w, x):
         total, second = pa.microbatch(pair, microbatch_size=sizes, reduce=words)(w, x)
         return total / (second + 1) if other == "count" else total * second.detach().cos()
 
     return run
 
 
-def beside_plainly(func: Callable[..., Tensor], word: str, sizes: Sequence[int], other: str) -> Any:
-    def run(w: Tensor, x: Tensor) -> Tensor:
+def beside_plainly(func, word, sizes, other):
+    def run(w, x):
         total = plainly(func, word, sizes)(w, x)
         largest = ((x @ x.new_ones(3)) * w.real[1]).amax().detach()
         return total / ((x[:, 0] > 0).sum() + 1) if other == "count" else total * largest.cos()
@@ -107,49 +107,49 @@ def beside_plainly(func: Callable[..., Tensor], word: str, sizes: Sequence[int],
     return run
 
 
-def inside(func: Callable[..., Tensor], word: str, reduced: Reduced) -> Callable[..., Tensor]:
+def inside(func, word, reduced):
     """A function that calls a reduction of its own rows, one microbatch a row."""
 
-    def run(w: Tensor, x: Tensor) -> Tensor:
+    def run(w, x):
         return func(w, x) * number(reduced(func, word, [1] * len(x))(w, x)).sin()
 
     return run
 
 
-def real(t: Tensor) -> Tensor:
+def real(t):
     return torch.view_as_real(t) if t.is_complex() else t
 
 
-def number(t: Tensor) -> Tensor:
+def number(t):
     t = real(t).flatten()
     return (t.sin() * torch.arange(1.0, len(t) + 1).to(t).cos()).sum()
 
 
-def like(t: Tensor) -> Tensor:
+def like(t):
     """A direction, or a cotangent, that depends on nothing that is followed."""
     return torch.linspace(0.5, 2, t.numel(), dtype=torch.float64).view(t.shape).to(t) * (
         1 - 0.5j if t.is_complex() else 1
     )
 
 
-def backward(f: Any, p: Tensor) -> Tensor:
+def backward(f, p):
     p = p.detach().requires_grad_()
     return torch.autograd.grad(number(f(p)), p)[0]
 
 
-def double_backward(f: Any, p: Tensor) -> Tensor:
+def double_backward(f, p):
     p = p.detach().requires_grad_()
     first = torch.autograd.grad(number(f(p)), p, create_graph=True)[0]
     return torch.autograd.grad(number(first), p)[0]
 
 
-def dual_numbers(f: Any, p: Tensor) -> Tensor:
+def dual_numbers(f, p):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(p, like(p)))).tangent
 
 
 FACTORS = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-OPERATORS: dict[str, Callable[[Any, Tensor], Any]] = {
+OPERATORS = {
     "grad": lambda f, p: grad(lambda p: number(f(p)))(p),
     "vjp": lambda f, p: vjp(f, p)[1](like(f(p)))[0],
     "jvp": lambda f, p: jvp(f, (p,), (like(p),))[1],
@@ -166,7 +166,7 @@ OPERATORS: dict[str, Callable[[Any, Tensor], Any]] = {
         lambda k: jvp(grad(lambda p: number(f(p))), (p * k,), (like(p) * k,))[1]
     )(FACTORS),
 }
-JACOBIANS: dict[str, Callable[[Any, Tensor], Any]] = {  # which torch has for real tensors
+JACOBIANS = {  # which torch has for real tensors
     "jacrev": lambda f, p: jacrev(lambda p: real(f(p)))(p),
     "jacfwd": lambda f, p: jacfwd(lambda p: real(f(p)))(p),
     "hessian": lambda f, p: hessian(lambda p: number(f(p)))(p),
@@ -177,16 +177,14 @@ ALL = OPERATORS | JACOBIANS
 FORMS = ("alone", "nested", "count", "max", "Reducer")
 
 
-def compare(
-    name: str, word: str, shape: str, kind: str, form: str, by: str, cut: list[int], seed: int
-) -> None:
+def compare(name, word, shape, kind, form, by, cut, seed):
     g = generator(seed)
     x = torch.randn(ROWS, 3, generator=g, dtype=torch.float64) / 2
     dtype = torch.complex128 if kind == "complex input" else torch.float64
     w = torch.randn(3, generator=g, dtype=dtype) / 2
     func = lambda w, x: SHAPES[shape](columns(w, x, kind))  # noqa: E731
 
-    def of(reduced: Reduced, pair: Any) -> Callable[[Tensor], Tensor]:
+    def of(reduced, pair):
         if form in ("alone", "nested"):
             run = reduced(inside(func, word, reduced) if form == "nested" else func, word, cut)
         else:
@@ -200,9 +198,7 @@ def compare(
 @pytest.mark.parametrize("name", ALL)
 @examples(2 / 5, fewest=50)  # 40 ms each
 @given(st.data(), st.sampled_from([*PLAIN]), cuts, seeds())
-def test_a_reduction_has_the_derivatives_of_plain_code(
-    name: str, data: st.DataObject, word: str, cut: list[int], seed: int
-) -> None:
+def test_a_reduction_has_the_derivatives_of_plain_code(name, data, word, cut, seed):
     """Of whatever shape, real or complex, in another one, and beside what is not followed."""
     by = data.draw(st.sampled_from(["shared", "rows"]))
     shapes = [s for s in SHAPES if s.startswith("rows") == (word == "concat")]
@@ -230,20 +226,20 @@ PROGRAMS = {  # word, shape, kind, form
 
 @pytest.mark.parametrize("name", ["grad", "jvp", "double backward", "vmap of hvp", "hessian"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_has_the_derivatives_of_plain_code(program: str, name: str) -> None:
+def test_a_program_has_the_derivatives_of_plain_code(program, name):
     word, shape, kind, form = PROGRAMS[program]
     if kind != "complex input" or name in OPERATORS:
         compare(name, word, shape, kind, form, "shared", [2, 2, 1], 0)
 
 
 @pytest.mark.parametrize("name", ["hessian", "jvp of grad", "jacrev twice", "jacfwd twice"])
-def test_a_total_of_rows_that_a_microbatched_function_moves(name: str) -> None:
+def test_a_total_of_rows_that_a_microbatched_function_moves(name):
     """What is differentiated reaches the total through its rows alone."""
     g = generator(0)
     x, w, b = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((4, 3), (3, 3), (3,)))
 
-    def of(total: Any, cut: Any) -> Callable[[Tensor], Tensor]:
-        def part(b: Tensor, rows: Tensor) -> Tensor:
+    def of(total, cut):
+        def part(b, rows):
             moved = rows + b
             return (moved * torch.tanh(total(w, moved))).sum(0)
 
@@ -259,7 +255,7 @@ def test_a_total_of_rows_that_a_microbatched_function_moves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_last_of_ragged_rows_has_its_derivatives(name: str) -> None:
+def test_the_last_of_ragged_rows_has_its_derivatives(name):
     """It has another shape than those before, so no cotangent of theirs has its shape."""
     g = generator(0)
     x, w = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((5, 3), (3,)))
@@ -271,16 +267,16 @@ def test_the_last_of_ragged_rows_has_its_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("word", ["sum", "mean", "max", "stack", "last"])
 @pytest.mark.parametrize("shape", [(0,), (), (0, 3), (3,)])
-def test_a_total_that_reaches_no_operand_has_no_gradient(word: str, shape: tuple[int, ...]) -> None:
+def test_a_total_that_reaches_no_operand_has_no_gradient(word, shape):
     """As in torch: the number of entries that are not zero, and the norm of nothing."""
     p = torch.ones(shape, dtype=torch.float64)
     x = torch.arange(1.0, 6.0, dtype=torch.float64)
     for order in (0, 2):
 
-        def func(p: Tensor, x: Tensor, order: int = order) -> Tensor:
+        def func(p, x, order=order):
             return torch.linalg.norm((p * x.sum()).flatten(), order)
 
-        def gradients(f: Any, p: Tensor = p) -> Any:
+        def gradients(f, p=p):
             leaf = p.clone().requires_grad_()
             by_autograd = torch.autograd.grad(f(leaf, x).sum(), leaf, allow_unused=True)
             return by_autograd, grad(lambda p: f(p, x).sum())(p)
@@ -294,13 +290,13 @@ def test_a_total_that_reaches_no_operand_has_no_gradient(word: str, shape: tuple
 
 @pytest.mark.parametrize("word", ["concat", "sum", "max", "last"])
 @pytest.mark.parametrize("by", [grad, jacfwd, jacrev], ids=lambda by: by.__name__)
-def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(word: str, by: Any) -> None:
+def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(word, by):
     """Such a zero is mapped as what it is the gradient of, where all else is mapped by nothing."""
     x, w = torch.ones(5, 2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     func = lambda w, x: x.cos() if word == "concat" else x.cos().sum(0)  # noqa: E731
     micro = pa.microbatch(func, microbatch_size=2, reduce=word)
 
-    def mapped(w: Tensor) -> Tensor:
+    def mapped(w):
         return vmap(lambda k: jacrev(lambda w: number(micro(w, x)))(w * k))(FACTORS).sum()
 
     assert_trees_bitwise_equal(by(mapped)(w), torch.zeros_like(w))
@@ -308,7 +304,7 @@ def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(word: str, by: 
 
 @pytest.mark.slow  # to compile
 @pytest.mark.parametrize("word", ["max", "last", "Reducer"])
-def test_inside_of_a_user_s_compiler_a_reduction_has_its_gradient(word: str) -> None:
+def test_inside_of_a_user_s_compiler_a_reduction_has_its_gradient(word):
     """That of a reducer too: there the loop is differentiated as it stands."""
     g = generator(0)
     x, w = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((5, 3), (3,)))

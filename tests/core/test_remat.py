@@ -4,25 +4,12 @@ To the bit where the whole of the backward pass is the same arithmetic: first de
 float32. Higher ones add their terms in another order: float64, and a bound.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import forward_ad
-from torch.func import (
-    functional_call,
-    grad,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn import functional as F
 
 import pureaccum as pa
@@ -36,16 +23,16 @@ x = X[0]
 TERMS = 2 * 3 * 4  # roundings on the longest way to a number: two layers, sums of three, four kinds
 
 
-def curved(w: Tensor, x: Tensor) -> Tensor:
+def curved(w, x):
     """Its kernels have other formulas for a backward pass that is recorded (silu)."""
     return F.silu(w @ x).tanh()
 
 
-def nested(w: Tensor, x: Tensor) -> Tensor:
+def nested(w, x):
     return curved(w, curved(w, x))
 
 
-def nested_remat(w: Tensor, x: Tensor) -> Tensor:
+def nested_remat(w, x):
     return pa.remat(lambda w, x: lean(w, lean(w, x)))(w, x)
 
 
@@ -54,41 +41,41 @@ FUNCTIONS = {"one": (lean, curved), "nested": (nested_remat, nested)}
 functions = pytest.mark.parametrize(("lean", "plain"), FUNCTIONS.values(), ids=FUNCTIONS)
 
 
-def squared(f: Any) -> Any:
+def squared(f):
     return lambda *args: (f(*args) ** 2).sum()
 
 
-def by_autograd(f: Any, create_graph: bool = False) -> Any:
+def by_autograd(f, create_graph=False):
     w, y = W.clone().requires_grad_(), x.clone().requires_grad_()
     return torch.autograd.grad(squared(f)(w, y), (w, y), create_graph=create_graph)
 
 
-def dual(f: Any) -> Any:
+def dual(f):
     with forward_ad.dual_level():
         return tuple(forward_ad.unpack_dual(f(forward_ad.make_dual(W, W), x)))
 
 
-def pulled_outside(f: Any) -> Any:
+def pulled_outside(f):
     """The level of vjp is over when its backward pass runs."""
     return vmap(lambda x: vjp(f, W, x)[1](x))(X)
 
 
-def pulled_without_recording(f: Any) -> Any:
+def pulled_without_recording(f):
     with torch.no_grad():
         return pulled_outside(f)
 
 
-def batched_cotangents(f: Any) -> Any:
+def batched_cotangents(f):
     """torch's older vmap, which no level tells of."""
     w = W.clone().requires_grad_()
     return torch.autograd.grad(f(w, x), w, torch.eye(3), is_grads_batched=True)
 
 
-def rows(f: Any, *in_dims: Any) -> Any:
+def rows(f, *in_dims):
     return lambda *args: vmap(f, in_dims)(*args)
 
 
-FIRST: dict[str, Callable[[Any], Any]] = {
+FIRST = {
     "value": lambda f: f(W, x),
     "backward": by_autograd,
     "create_graph": lambda f: by_autograd(f, create_graph=True),
@@ -120,7 +107,7 @@ FIRST: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 @functions
 @pytest.mark.parametrize("kind", FIRST)
-def test_first_derivatives_have_the_bits_of_the_function(kind: str, lean: Any, plain: Any) -> None:
+def test_first_derivatives_have_the_bits_of_the_function(kind, lean, plain):
     ours, torchs = FIRST[kind](lean), FIRST[kind](plain)
     assert any(leaf.any() for leaf in optree.tree_leaves(torchs))
     ours = optree.tree_map(torch.detach, ours)
@@ -131,22 +118,22 @@ def test_first_derivatives_have_the_bits_of_the_function(kind: str, lean: Any, p
             assert (a - b).norm() <= TERMS * 2.0**-24 * b.norm()
 
 
-def gradient_penalty(f: Any) -> Any:
+def gradient_penalty(f):
     w, y = W.double().requires_grad_(), x.double().requires_grad_()
     (g,) = torch.autograd.grad(squared(f)(w, y), w, create_graph=True)
     return torch.autograd.grad((g**2).sum(), (w, y))
 
 
-def grad_under_autograd(f: Any) -> Any:
+def grad_under_autograd(f):
     w = W.double().requires_grad_()
     return torch.autograd.grad((grad(squared(f))(w, x.double()) ** 2).sum(), w)
 
 
-def at_x(f: Any) -> Any:
+def at_x(f):
     return lambda x: f(W.double(), x)
 
 
-SECOND: dict[str, Callable[[Any, Tensor], Any]] = {
+SECOND = {
     "hessian": lambda f, x: hessian(squared(at_x(f)))(x),
     "jacrev(jacrev)": lambda f, x: jacrev(jacrev(at_x(f)))(x),
     "jacfwd(jacfwd)": lambda f, x: jacfwd(jacfwd(at_x(f)))(x),
@@ -170,7 +157,7 @@ SECOND: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @functions
 @pytest.mark.parametrize("kind", SECOND)
-def test_higher_derivatives_are_those_of_the_function(kind: str, lean: Any, plain: Any) -> None:
+def test_higher_derivatives_are_those_of_the_function(kind, lean, plain):
     """Third ones are as large as 100: the bound is that of float64 with room for their sums."""
     ours, torchs = SECOND[kind](lean, x.double()), SECOND[kind](plain, x.double())
     for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(torchs), strict=True):
@@ -178,11 +165,11 @@ def test_higher_derivatives_are_those_of_the_function(kind: str, lean: Any, plai
         assert (a - b).abs().max() <= 1e-13 * b.abs().max()
 
 
-def test_a_tensor_that_is_mapped_may_be_captured() -> None:
+def test_a_tensor_that_is_mapped_may_be_captured():
     """By a vmap around the differentiation, as in per-sample gradients."""
 
-    def run(wrap: Any) -> Any:
-        def total(w: Tensor, x: Tensor) -> Tensor:
+    def run(wrap):
+        def total(w, x):
             return squared(wrap(lambda w: curved(w, x)))(w)
 
         each = vmap(grad(total), (None, 0))(W, X)
@@ -193,14 +180,14 @@ def test_a_tensor_that_is_mapped_may_be_captured() -> None:
 
 
 @pytest.mark.parametrize("transform", ["autograd", "grad"])
-def test_a_rematerialised_function_compiles_into_one_graph(transform: str) -> None:
-    def run(f: Any) -> Any:
+def test_a_rematerialised_function_compiles_into_one_graph(transform):
+    def run(f):
         if transform == "grad":
             return grad(squared(f))(W, x)
         w = W.clone().requires_grad_()
         return torch.autograd.grad(squared(f)(w, x), w)[0]
 
-    def compiled(f: Any) -> Any:
+    def compiled(f):
         torch.compiler.reset()
         return torch.compile(f, backend="aot_eager", fullgraph=True)
 
@@ -211,13 +198,13 @@ def test_a_rematerialised_function_compiles_into_one_graph(transform: str) -> No
     torch.testing.assert_close(ours, run(curved))
 
 
-def test_an_output_that_no_tangent_reaches_has_a_tangent_of_zero() -> None:
+def test_an_output_that_no_tangent_reaches_has_a_tangent_of_zero():
     """torch asserts where a Function returns None for it."""
 
-    def f(w: Tensor, x: Tensor) -> Any:
+    def f(w, x):
         return curved(w, x), 2 * x, torch.tensor(3)
 
-    def both(f: Any) -> Any:
+    def both(f):
         primals, tangents = jvp(lambda w: f(w, x)[:2], (W,), (W,))
         return primals, tangents, jacfwd(lambda w: f(w, x)[:2])(W)
 
@@ -230,79 +217,79 @@ def test_an_output_that_no_tangent_reaches_has_a_tangent_of_zero() -> None:
 class Inside(nn.Module):
     """Rematerialises a part of itself, which captures its parameters."""
 
-    def __init__(self, wrap: Any) -> None:
+    def __init__(self, wrap):
         super().__init__()
         self.part, self.wrap = nn.Linear(3, 3), wrap
         with torch.no_grad():
             self.part.weight.copy_(W)
             self.part.bias.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.wrap(lambda x: self.part(x).tanh())(x)
 
 
-def capturing(wrap: Any, w: Tensor) -> Any:
+def capturing(wrap, w):
     return wrap(lambda x: (w @ x).tanh())
 
 
-def leaf() -> Tensor:
+def leaf():
     return W.clone().requires_grad_()
 
 
-def pulled(out: Tensor, *leaves: Tensor) -> Any:
+def pulled(out, *leaves):
     return torch.autograd.grad((out**2).sum(), leaves)
 
 
-def of_a_module(wrap: Any) -> Any:
+def of_a_module(wrap):
     net = Inside(wrap)
     return pulled(net(x), net.part.weight)
 
 
-def called_with_others(wrap: Any) -> Any:
+def called_with_others(wrap):
     """When the backward pass runs, the module holds its own parameters again."""
     net, w = Inside(wrap), (W * 2).requires_grad_()
     out = functional_call(net, {"part.weight": w}, (x,))
     return pulled(out, w)
 
 
-def in_functional_call(wrap: Any) -> Any:
+def in_functional_call(wrap):
     net = Inside(wrap)
     params = {k: v.detach() * 2 for k, v in net.named_parameters()}
     return grad(lambda p: functional_call(net, p, (x,)).sum())(params)["part.weight"]
 
 
-def itself(wrap: Any) -> Any:
+def itself(wrap):
     w = leaf()
     return pulled(wrap(lambda x: w)(x), w)
 
 
-def made_of_a_leaf(wrap: Any) -> Any:
+def made_of_a_leaf(wrap):
     w = leaf()
     return pulled(capturing(wrap, w * 2)(x), w)
 
 
-def beside_an_input(wrap: Any) -> Any:
+def beside_an_input(wrap):
     w, y = leaf(), x.clone().requires_grad_()
     return pulled(capturing(wrap, w)(y), w, y)
 
 
-def rows_of(wrap: Any) -> Any:
+def rows_of(wrap):
     """Maps what is captured, too."""
     return lambda w: vmap(lambda w, x: wrap(lambda x: (w * x).tanh())(x))(w, X[:3])
 
 
-def nested_capture(wrap: Any) -> Any:
+def nested_capture(wrap):
     """The inner function captures what the outer one makes, and what neither is given."""
     w = leaf()
 
-    def outer(x: Tensor) -> Tensor:
+    def outer(x):
         y = w @ x
         return wrap(lambda x: (w @ x) * y)(x)
 
     return pulled(wrap(outer)(x), w)
 
 
-CAPTURED: dict[str, Callable[[Any], Any]] = {
+CAPTURED = {
     "of a module": of_a_module,
     "a module called with others": called_with_others,
     "a module called with others, in grad": in_functional_call,
@@ -338,10 +325,10 @@ CAPTURED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def chained(wrap: Any) -> Any:
+def chained(wrap):
     w = leaf()
 
-    def link(p: Any, x: Tensor) -> Tensor:
+    def link(p, x):
         return (w @ x).tanh()
 
     if wrap is pa.remat:
@@ -350,7 +337,7 @@ def chained(wrap: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CAPTURED)
-def test_captured_tensors_have_their_gradients_or_are_refused(name: str) -> None:
+def test_captured_tensors_have_their_gradients_or_are_refused(name):
     """A Function knows of none: a naive one gives them no gradient, silently."""
     plain = CAPTURED[name](lambda f: f)
     assert any(leaf.any() for leaf in optree.tree_leaves(plain))
@@ -360,13 +347,13 @@ def test_captured_tensors_have_their_gradients_or_are_refused(name: str) -> None
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_some_of_a_module_s_parameters_may_be_captured(frozen: bool) -> None:
+def test_some_of_a_module_s_parameters_may_be_captured(frozen):
     """The inner run and the outer one put in different ones; the others are the module's own."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     net.requires_grad_(not frozen)
     params = {"2.weight": net[2].weight.detach() * 2}
 
-    def loss(wrap: Any) -> Any:
+    def loss(wrap):
         of = wrap(lambda p, x: functional_call(net, p, (x,)).square().mean())
         return lambda p: of(p, X.double())
 

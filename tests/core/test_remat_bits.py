@@ -6,13 +6,11 @@ is computed again sees the random numbers and the autocast of the first time.
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
@@ -27,7 +25,7 @@ W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=ge
 
 # Kernels -------------------------------------------------------------------------------
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+NETWORKS = {
     "silu": (lambda: nn.Sequential(nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 6)), (4, 6)),
     "mish": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Mish()), (4, 6)),
     "groups": (lambda: nn.Sequential(nn.Conv1d(6, 6, 3), nn.GroupNorm(2, 6)), (4, 6, 9)),
@@ -38,29 +36,29 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def rematerialised(net: nn.Module) -> Any:
+def rematerialised(net):
     return pa.remat(lambda p, x: optree.tree_leaves(functional_call(net, p, (x,)))[0])
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("engine", ["func", "autograd", "torch.func", "backward"])
-def test_a_rematerialised_module_has_its_bits(name: str, engine: Any) -> None:
+def test_a_rematerialised_module_has_its_bits(name, engine):
     """Kernels with two formulas, and random numbers; the generator stands where it would."""
     make, shape = NETWORKS[name]
     net, rows = make(), torch.randn(shape)
     params = {k: v.detach() for k, v in net.named_parameters()}
     first = rematerialised(net)
 
-    def run(call: Any) -> Any:
+    def run(call):
         torch.manual_seed(5)
 
-        def loss(p: Any, x: Tensor) -> Tensor:
+        def loss(p, x):
             return (call(p, call(p, x) if name == "dropout" else x) ** 2).mean()
 
         if engine == "backward":
             leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
             loss(leaves, rows).backward()
-            grads: Any = {k: v.grad for k, v in leaves.items()}
+            grads = {k: v.grad for k, v in leaves.items()}
         elif engine == "torch.func":
             grads = grad(loss)(params, rows)
         else:
@@ -72,10 +70,10 @@ def test_a_rematerialised_module_has_its_bits(name: str, engine: Any) -> None:
         assert_trees_bitwise_equal(run(first), expected)
 
 
-def test_keys_may_be_passed_or_captured() -> None:
+def test_keys_may_be_passed_or_captured():
     keys = pa.fold_in(pa.key(0), torch.arange(4))
 
-    def loss(drop: Any) -> Any:
+    def loss(drop):
         return lambda w, x: (drop(x @ w) ** 2).sum()
 
     expected = grad(loss(lambda h: pa.dropout(h, 0.5, keys)))(W, X)
@@ -91,8 +89,8 @@ def test_keys_may_be_passed_or_captured() -> None:
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_the_random_numbers_of_a_vmap_are_drawn_again(randomness: str) -> None:
-    def run(drop: Any) -> Any:
+def test_the_random_numbers_of_a_vmap_are_drawn_again(randomness):
+    def run(drop):
         torch.manual_seed(1)
         each = vmap(grad(lambda x: (drop(x) ** 2).sum()), randomness=randomness)(X)
         whole = grad(lambda X: (vmap(drop, randomness=randomness)(X) ** 2).sum())(X)
@@ -103,13 +101,13 @@ def test_the_random_numbers_of_a_vmap_are_drawn_again(randomness: str) -> None:
 
 @pytest.mark.parametrize("backward_inside", [False, True])
 @pytest.mark.parametrize("cache", [False, True])
-def test_autocast_is_that_of_the_first_time(cache: bool, backward_inside: bool) -> None:
+def test_autocast_is_that_of_the_first_time(cache, backward_inside):
     """A weight that is used twice shows whether its cast is cached: its gradients are added."""
 
-    def twice(w: Tensor, x: Tensor) -> Tensor:
+    def twice(w, x):
         return ((x @ w).relu() @ w).float()
 
-    def run(f: Any) -> Any:
+    def run(f):
         w = W.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             total = f(w, X).sum()
@@ -121,8 +119,8 @@ def test_autocast_is_that_of_the_first_time(cache: bool, backward_inside: bool) 
     assert_trees_bitwise_equal(run(pa.remat(twice)), run(twice))
 
 
-def test_autocast_around_the_backward_pass_alone_changes_nothing() -> None:
-    def run(f: Any) -> Any:
+def test_autocast_around_the_backward_pass_alone_changes_nothing():
+    def run(f):
         w = W.clone().requires_grad_()
         total = f(w)
         with torch.autocast("cpu", torch.bfloat16):
@@ -131,16 +129,16 @@ def test_autocast_around_the_backward_pass_alone_changes_nothing() -> None:
     assert_trees_bitwise_equal(run(pa.remat(lambda w: (w @ w).sin().sum())), run(in_float32))
 
 
-def in_float32(w: Tensor) -> Tensor:
+def in_float32(w):
     with torch.autocast("cpu", enabled=False):
         return (w @ w).sin().sum()
 
 
-def test_the_cache_of_autocast_lets_go_of_what_is_computed_again() -> None:
+def test_the_cache_of_autocast_lets_go_of_what_is_computed_again():
     """It would hold the casts, and with them the weights, until the region around it ends."""
-    seen: list[Any] = []
+    seen = []
 
-    def func(w: Tensor) -> Tensor:
+    def func(w):
         seen.append(weakref.ref(w))
         return (X @ w).sum()
 

@@ -3,12 +3,11 @@
 import gc
 import math
 import weakref
-from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, grad
 
 import pureaccum as pa
@@ -26,10 +25,10 @@ x = X[0]
 # What goes in and out ------------------------------------------------------------------
 
 
-def test_any_tree_goes_in_and_out() -> None:
-    given: Any = {"w": W.clone().requires_grad_(), "n": 3, "none": None, "i": torch.arange(3)}
+def test_any_tree_goes_in_and_out():
+    given = {"w": W.clone().requires_grad_(), "n": 3, "none": None, "i": torch.arange(3)}
 
-    def func(tree: Any, /, *, scale: float, text: str) -> Any:
+    def func(tree, /, *, scale, text):
         y = tree["w"][tree["i"]] * scale * tree["n"]
         return {"y": y, "i": tree["i"] + 1, "text": text, "none": None, "tuple": (y.sum(), 2)}
 
@@ -47,7 +46,7 @@ def test_any_tree_goes_in_and_out() -> None:
     assert not out["i"].requires_grad
 
 
-def test_an_output_or_an_input_may_be_unused() -> None:
+def test_an_output_or_an_input_may_be_unused():
     w, y = W.clone().requires_grad_(), x.clone().requires_grad_()
     first, second = pa.remat(lambda w, y: (w.exp(), (w @ w).detach()))(w, y)
     grads = torch.autograd.grad(first.sum(), (w, y), allow_unused=True, retain_graph=True)
@@ -55,11 +54,11 @@ def test_an_output_or_an_input_may_be_unused() -> None:
     assert torch.autograd.grad(second.sum(), w, allow_unused=True)[0] is None
 
 
-def test_inputs_without_a_gradient_cost_none() -> None:
+def test_inputs_without_a_gradient_cost_none():
     """The rows do not: no product is computed for them."""
-    seen: list[tuple[bool, ...]] = []
+    seen = []
 
-    def func(w: Tensor, x: Tensor) -> Tensor:
+    def func(w, x):
         seen.append((w.requires_grad, x.requires_grad))
         return x @ w
 
@@ -68,16 +67,16 @@ def test_inputs_without_a_gradient_cost_none() -> None:
 
 
 @pytest.mark.parametrize("transform", ["autograd", "grad"])
-def test_one_tensor_may_be_two_arguments_and_an_output(transform: str) -> None:
+def test_one_tensor_may_be_two_arguments_and_an_output(transform):
     whole = torch.arange(-4.0, 5.0).reshape(3, 3)
 
-    def func(a: Tensor, b: Tensor) -> Any:
+    def func(a, b):
         return a, a.t(), a * b, b[0]
 
-    def total(f: Any) -> Any:
+    def total(f):
         return lambda w: sum((i + 1) * (out**2).sum() for i, out in enumerate(f(w, w)))
 
-    def run(f: Any) -> Any:
+    def run(f):
         if transform == "grad":
             return grad(total(f))(whole)
         w = whole.clone().requires_grad_()
@@ -86,26 +85,26 @@ def test_one_tensor_may_be_two_arguments_and_an_output(transform: str) -> None:
     assert_trees_bitwise_equal(run(pa.remat(func)), run(func))
 
 
-def test_what_comes_out_may_be_written_to() -> None:
+def test_what_comes_out_may_be_written_to():
     """As an activation in place does."""
     w = W.clone().requires_grad_()
     (grads,) = torch.autograd.grad(pa.remat(lambda w: w * 2)(w).relu_().sum(), w)
     assert_trees_bitwise_equal(grads, 2.0 * (W > 0))
 
 
-def test_a_function_may_have_no_output_and_no_tensor() -> None:
+def test_a_function_may_have_no_output_and_no_tensor():
     assert pa.remat(lambda x: ())(W.clone().requires_grad_()) == ()
     assert pa.remat(lambda n: n + 1)(1) == 2
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_it_is_the_function(mode: Any) -> None:
+def test_without_gradients_it_is_the_function(mode):
     module = nn.Linear(3, 3)
     with mode():
         assert_trees_bitwise_equal(pa.remat(module)(x), module(x))
 
 
-def test_a_function_that_torch_func_cannot_run_is_rematerialised_by_autograd() -> None:
+def test_a_function_that_torch_func_cannot_run_is_rematerialised_by_autograd():
     """Plain autograd runs the backward pass where no transform is active."""
 
     y = x.clone().requires_grad_()
@@ -117,7 +116,7 @@ def test_a_function_that_torch_func_cannot_run_is_rematerialised_by_autograd() -
 # Memory --------------------------------------------------------------------------------
 
 
-def held(f: Any, n: int, transform: str) -> int:
+def held(f, n, transform):
     """The largest number of intermediate tensors of a chain that are alive at once."""
     alive = most = 0
 
@@ -127,11 +126,11 @@ def held(f: Any, n: int, transform: str) -> int:
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(x):
             return x.clone()
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx, inputs, output):
             nonlocal alive, most
             if ctx.needs_input_grad[0]:
                 ctx.token = Token()
@@ -139,18 +138,18 @@ def held(f: Any, n: int, transform: str) -> int:
                 most = max(most, alive)
 
         @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx, g):
             return g.clone()
 
     class Token:
-        def __del__(self) -> None:
+        def __del__(self):
             nonlocal alive
             alive -= 1
 
     fs = [lambda p, x: Noted.apply(x) * p] * n
     params = [torch.ones(3)] * n
 
-    def loss(params: Any) -> Tensor:
+    def loss(params):
         return f(fs)(params, x).sum()
 
     if transform == "grad":
@@ -162,8 +161,8 @@ def held(f: Any, n: int, transform: str) -> int:
     return most
 
 
-def in_a_row(fs: Any) -> Any:
-    def chain(params: Any, x: Tensor) -> Tensor:
+def in_a_row(fs):
+    def chain(params, x):
         for f, p in zip(fs, params, strict=True):
             x = f(p, x)
         return x
@@ -172,7 +171,7 @@ def in_a_row(fs: Any) -> Any:
 
 
 @pytest.mark.parametrize("transform", ["backward", "pa.grad", "grad"])
-def test_what_is_computed_again_lives_for_one_segment(transform: str) -> None:
+def test_what_is_computed_again_lives_for_one_segment(transform):
     """Also under torch.func.grad, which holds every graph that its backward pass makes.
 
     There it is recorded twice, as torch.func records any gradient of a gradient.
@@ -185,10 +184,10 @@ def test_what_is_computed_again_lives_for_one_segment(transform: str) -> None:
         assert held(lambda fs, s=segments: pa.remat_sequential(fs, s), n, transform) <= twice * size
 
 
-def test_nothing_is_held_but_inputs() -> None:
-    inside: list[Any] = []
+def test_nothing_is_held_but_inputs():
+    inside = []
 
-    def func(w: Tensor) -> Tensor:
+    def func(w):
         h = w.exp()
         inside.append(weakref.ref(h))
         return h.sin()
@@ -205,11 +204,11 @@ def test_nothing_is_held_but_inputs() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
-def test_a_chain_is_its_functions_in_a_row(n: int) -> None:
+def test_a_chain_is_its_functions_in_a_row(n):
     fs = [lambda p, x, i=i: torch.tanh(x @ p) + i for i in range(n)]
     params = [torch.randn(3, 3) for _ in range(n)]
 
-    def run(chain: Any) -> Any:
+    def run(chain):
         return grad(lambda p, x: (chain(p, x) ** 2).sum(), (0, 1))(params, X)
 
     expected = run(in_a_row(fs))
@@ -218,11 +217,11 @@ def test_a_chain_is_its_functions_in_a_row(n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "segments"), [(16, None), (10, None), (7, 3), (5, 5), (5, 1)])
-def test_segments_are_even(n: int, segments: int | None) -> None:
+def test_segments_are_even(n, segments):
     """Seen by the order in which functions run again: segment by segment, from the last."""
-    calls: list[int] = []
+    calls = []
 
-    def f(i: int) -> Any:
+    def f(i):
         return lambda p, x: (is_dropped() or calls.append(i), x * p)[1]
 
     params = [torch.ones(3, requires_grad=True) for _ in range(n)]
@@ -236,19 +235,19 @@ def test_segments_are_even(n: int, segments: int | None) -> None:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_step_rematerialises_its_loss(donate: bool) -> None:
+def test_a_step_rematerialises_its_loss(donate):
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
     params = [{k: v.detach() for k, v in b.named_parameters()} for b in blocks]
     fs = [lambda p, x, b=b: functional_call(b, p, (x,)) for b in blocks]
     chain = pa.remat_sequential(fs)
 
-    def plain(params: Any, x: Tensor) -> Tensor:
+    def plain(params, x):
         for f, p in zip(fs, params, strict=True):
             x = f(p, x)
         return x
 
-    def run(call: Any) -> Any:
-        def loss(p: Any, batch: Tensor) -> Tensor:
+    def run(call):
+        def loss(p, batch):
             return (call(p, batch) ** 2).mean()
 
         step = pa.make_step(loss, pa.adamw(1e-2), microbatch_size=2, donate=donate)
@@ -261,7 +260,7 @@ def test_a_step_rematerialises_its_loss(donate: bool) -> None:
     assert_trees_bitwise_equal(run(chain), run(plain))
 
 
-def test_modes_are_those_of_the_first_run() -> None:
+def test_modes_are_those_of_the_first_run():
     """A module is asked for its mode when the function is called, and again for its gradient."""
     net = torch.nn.Dropout(0.5)
     w = torch.ones(64, requires_grad=True)

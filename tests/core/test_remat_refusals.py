@@ -1,10 +1,8 @@
 """What a rematerialised function cannot do says so, and never comes out as a wrong gradient."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import grad, jvp, vjp, vmap
 
 import pureaccum as pa
@@ -21,22 +19,22 @@ x = X[0]
 class Inside(nn.Module):
     """Rematerialises a part of itself, which captures its parameters."""
 
-    def __init__(self, wrap: Any = pa.remat) -> None:
+    def __init__(self, wrap=pa.remat):
         super().__init__()
         self.part, self.wrap = nn.Linear(3, 3), wrap
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.wrap(lambda x: self.part(x))(x)
 
 
 INSIDE = Inside()
 
 
-def leaf() -> Tensor:
+def leaf():
     return W.clone().requires_grad_()
 
 
-def test_a_constant_under_no_grad_may_be_captured() -> None:
+def test_a_constant_under_no_grad_may_be_captured():
     """The level of vjp records, and the one below it, to which the parameter belongs, does not."""
     lean = pa.remat(lambda w: INSIDE.part(x @ w))
     with torch.no_grad():
@@ -47,7 +45,7 @@ def test_a_constant_under_no_grad_may_be_captured() -> None:
 # Functions that are not pure -----------------------------------------------------------
 
 
-def writing(x: Tensor) -> Tensor:
+def writing(x):
     return x.add_(1)
 
 
@@ -63,13 +61,13 @@ def writing(x: Tensor) -> Tensor:
     ],
     ids=["alone", "autograd", "grad", "vmap", "grad(vmap)", "vmap(grad)"],
 )
-def test_an_argument_that_is_written_to_is_refused(run: Any) -> None:
+def test_an_argument_that_is_written_to_is_refused(run):
     """The second run would start from what the first one left."""
     with refused(RuntimeError, "writes to args[0]", "in place", given=[W, X]):
         run(pa.remat(writing))
 
 
-def test_an_input_that_is_written_to_afterwards_is_refused() -> None:
+def test_an_input_that_is_written_to_afterwards_is_refused():
     """As torch says of any function that needs its inputs."""
     y = leaf() * 1
     out = pa.remat(torch.sin)(y)
@@ -79,11 +77,11 @@ def test_an_input_that_is_written_to_afterwards_is_refused() -> None:
 
 
 @pytest.mark.parametrize("transform", ["backward", "grad", "jvp"])
-def test_an_error_of_the_second_run_comes_as_it_is(transform: str) -> None:
+def test_an_error_of_the_second_run_comes_as_it_is(transform):
     """And the generator stands where it stood."""
-    calls: list[int] = []
+    calls = []
 
-    def func(x: Tensor) -> Tensor:
+    def func(x):
         calls.append(0)
         out = x * torch.rand(3)
         if len(calls) == 2:
@@ -91,7 +89,7 @@ def test_an_error_of_the_second_run_comes_as_it_is(transform: str) -> None:
         return out
 
     lean = pa.remat(func)
-    run: dict[str, Any] = {
+    run = {
         "backward": lambda: lean(x.clone().requires_grad_()).sum().backward(),
         "grad": lambda: grad(lambda x: lean(x).sum())(x),
         "jvp": lambda: jvp(lean, (x,), (x,)),
@@ -105,7 +103,7 @@ def test_an_error_of_the_second_run_comes_as_it_is(transform: str) -> None:
     assert torch.equal(after, torch.rand(2))
 
 
-def test_a_second_backward_pass_has_to_be_announced() -> None:
+def test_a_second_backward_pass_has_to_be_announced():
     out = pa.remat(torch.sin)(leaf()).sum()
     out.backward(retain_graph=True)
     out.backward()
@@ -119,8 +117,8 @@ def test_a_second_backward_pass_has_to_be_announced() -> None:
 @pytest.mark.parametrize(
     ("error", "words", "make"),
     [
-        (TypeError, ("func is 3", "expected a function"), lambda: pa.remat(3)),  # type: ignore[arg-type]
-        (TypeError, ("fs[1] is None",), lambda: pa.remat_sequential([torch.add, None])),  # type: ignore[list-item]
+        (TypeError, ("func is 3", "expected a function"), lambda: pa.remat(3)),
+        (TypeError, ("fs[1] is None",), lambda: pa.remat_sequential([torch.add, None])),
         (ValueError, ("fs is empty",), lambda: pa.remat_sequential([])),
         (ValueError, ("segments is 0", "from 1 to 2"), lambda: chain(0)),
         (ValueError, ("segments is 3", "from 1 to 2"), lambda: chain(3)),
@@ -131,12 +129,10 @@ def test_a_second_backward_pass_has_to_be_announced() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_arguments_of_remat_that_make_no_sense_are_refused(
-    error: Any, words: tuple[str, ...], make: Any
-) -> None:
+def test_arguments_of_remat_that_make_no_sense_are_refused(error, words, make):
     with refused(error, *words):
         make()
 
 
-def chain(segments: Any) -> Any:
+def chain(segments):
     return pa.remat_sequential([torch.add, torch.add], segments)

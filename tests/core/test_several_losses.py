@@ -5,9 +5,6 @@ many losses there are, each microbatch runs once forwards and once more for the 
 is alive is what one microbatch takes and the Jacobian.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from optree import tree_map
@@ -27,46 +24,46 @@ ROWS, SIZE = 16, 4
 Params = dict[str, Tensor]
 
 
-def make() -> tuple[Params, Tensor]:
+def make():
     random = generator(0)
     params = {"w": integers(random, 3, 4, bound=3), "b": integers(random, 4, bound=3)}
     return params, integers(random, ROWS, 3, bound=3)
 
 
-def outputs(p: Params, x: Tensor) -> Tensor:
+def outputs(p, x):
     return torch.relu(x @ p["w"] + p["b"])
 
 
-def sums(p: Params, x: Tensor) -> Tensor:
+def sums(p, x):
     z = outputs(p, x)
     return torch.stack([z.sum(), (z**2).sum(), (z[:, 0] * x[:, 1]).sum()])
 
 
-def weighted(p: Params, x: Tensor) -> Any:
+def weighted(p, x):
     """Of which one weighs nothing in some microbatches, and is NaN there."""
     z, on = outputs(p, x), x[:, 0] > 1
     ratio = (z[:, 0] * on).sum() * (on.sum() / on.sum())
     return {"all": pa.Weighted((z**2).sum(), len(x)), "on": pa.Weighted(ratio, on.sum())}
 
 
-def means(p: Params, x: Tensor) -> Tensor:
+def means(p, x):
     return sums(p, x) / len(x)
 
 
-def rows(p: Params, x: Tensor) -> Tensor:
+def rows(p, x):
     z = outputs(p, x)
     return torch.stack([z[:, 0], z.sum(1)], 1)
 
 
-def numbers(p: Params, x: Tensor) -> Any:
+def numbers(p, x):
     return (*sums(p, x),)
 
 
-def tree(p: Params, x: Tensor) -> Any:
+def tree(p, x):
     return {"one": sums(p, x)[0], "two": [means(p, x)[1:]]}
 
 
-FORMS: dict[Callable[..., Any], Any] = {  # and the words for what comes out
+FORMS = {  # and the words for what comes out
     sums: "sum",
     means: "mean",
     rows: "concat",
@@ -75,7 +72,7 @@ FORMS: dict[Callable[..., Any], Any] = {  # and the words for what comes out
 }
 
 
-def flat_hessian(f: Callable[[Params], Any]) -> Callable[[Params], Any]:
+def flat_hessian(f):
     return lambda p: hessian(lambda b: f({**p, "b": b}))(p["b"])
 
 
@@ -91,9 +88,7 @@ JACOBIANS = {
 
 @pytest.mark.parametrize("jacobian", JACOBIANS)
 @pytest.mark.parametrize("func", FORMS, ids=lambda f: f.__name__)
-def test_the_jacobian_of_several_losses_has_the_bits_of_the_whole_batch(
-    func: Any, jacobian: str
-) -> None:
+def test_the_jacobian_of_several_losses_has_the_bits_of_the_whole_batch(func, jacobian):
     params, x = make()
     of = pa.microbatch(func, microbatch_size=SIZE, reduce=FORMS[func])
     got = JACOBIANS[jacobian](lambda p: of(p, x))(params)
@@ -101,12 +96,12 @@ def test_the_jacobian_of_several_losses_has_the_bits_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("jacobian", JACOBIANS)
-def test_a_loss_without_weight_leaves_the_others_as_they_are(jacobian: str) -> None:
+def test_a_loss_without_weight_leaves_the_others_as_they_are(jacobian):
     params, x = make()
     x[:SIZE, 0] = 0  # NaN in the first microbatch, where it weighs nothing
     on = x[:, 0] > 1
 
-    def whole(p: Params) -> Any:
+    def whole(p):
         z = outputs(p, x)
         return {"all": (z**2).sum() / ROWS, "on": (z[:, 0] * on).sum() / on.sum()}
 
@@ -117,11 +112,11 @@ def test_a_loss_without_weight_leaves_the_others_as_they_are(jacobian: str) -> N
     assert_trees_bitwise_equal(got, JACOBIANS[jacobian](whole)(params))
 
 
-def counted(many: int) -> tuple[Callable[..., Tensor], list[int]]:
+def counted(many):
     """So many losses, and the rows of each call."""
-    calls: list[int] = []
+    calls = []
 
-    def losses(p: Params, x: Tensor) -> Tensor:
+    def losses(p, x):
         if not is_dropped():
             calls.append(len(x))
         return torch.stack([(outputs(p, x) * (i + 1)).sum() for i in range(many)])
@@ -130,7 +125,7 @@ def counted(many: int) -> tuple[Callable[..., Tensor], list[int]]:
 
 
 @pytest.mark.parametrize("many", [2, 9])
-def test_each_microbatch_runs_once_forwards_and_once_for_the_pass_back(many: int) -> None:
+def test_each_microbatch_runs_once_forwards_and_once_for_the_pass_back(many):
     (params, x), (losses, calls) = make(), counted(many)
     of = pa.microbatch(losses, microbatch_size=SIZE, reduce="sum")
     once = [SIZE] * (ROWS // SIZE)
@@ -151,12 +146,12 @@ def test_each_microbatch_runs_once_forwards_and_once_for_the_pass_back(many: int
 WIDTH, LAYERS, LOSSES = 48, 6, 3
 
 
-def peak(cut: bool, pieces: int) -> int:
+def peak(cut, pieces):
     random = generator(0)
     params = [torch.randn(WIDTH, WIDTH, generator=random) / 7 for _ in range(LAYERS)]
     x = torch.randn(pieces * 16, WIDTH, generator=random)
 
-    def losses(params: list[Tensor], x: Tensor) -> Tensor:
+    def losses(params, x):
         for w in params:
             x = torch.tanh(x @ w)
         return torch.stack([(x * (i + 1)).sin().sum() for i in range(LOSSES)])
@@ -167,6 +162,6 @@ def peak(cut: bool, pieces: int) -> int:
     return live.peak
 
 
-def test_a_jacobian_takes_the_memory_of_one_microbatch() -> None:
+def test_a_jacobian_takes_the_memory_of_one_microbatch():
     assert peak(cut=True, pieces=64) <= 1.1 * peak(cut=True, pieces=4)
     assert peak(cut=False, pieces=64) > 4 * peak(cut=False, pieces=4)  # the control

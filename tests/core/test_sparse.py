@@ -1,13 +1,10 @@
 """Embeddings with sparse gradients: the sums are dense, exact, and the same as dense gradients'."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -19,15 +16,15 @@ pytestmark = pytest.mark.parity
 VOCABULARIES = (6, 2**16)  # 4 columns of float32: the latter is 1 MiB, and added by a hook
 
 
-def total(params: Any, batch: Any, sparse: bool) -> Tensor:
+def total(params, batch, sparse):
     rows = F.embedding(batch["i"], params["emb"], sparse=sparse)  # (rows, 2, 4)
     return ((rows @ params["w"]) * batch["y"][:, None]).sum()
 
 
-def make(seed: int, vocabulary: int, rows: int) -> tuple[Any, Any]:
+def make(seed, vocabulary, rows):
     g = generator(seed)
 
-    def whole(*shape: int) -> Tensor:
+    def whole(*shape):
         return torch.randint(-7, 8, shape, generator=g).float()
 
     batch = {
@@ -50,22 +47,16 @@ def make(seed: int, vocabulary: int, rows: int) -> tuple[Any, Any]:
     size=st.integers(1, 6),
 )
 def test_sparse_gradients_are_summed_as_dense_ones(
-    engine: Any,
-    vocabulary: int,
-    nonfinite: Any,
-    weighted: bool,
-    seed: int,
-    rows: int,
-    size: int,
-) -> None:
+    engine, vocabulary, nonfinite, weighted, seed, rows, size
+):
     params, batch = make(seed, vocabulary, rows)
 
-    def loss(p: Any, b: Any) -> Any:
+    def loss(p, b):
         out, weight = total(p, b, sparse=True), b["mask"].sum()
         # of no weight a total of 0, whose gradient is what it is
         return pa.Weighted(out - out.detach() * (weight == 0), weight) if weighted else out
 
-    knobs: Any = {"reduction": "sum", "nonfinite": nonfinite, "engine": engine, "check": False}
+    knobs = {"reduction": "sum", "nonfinite": nonfinite, "engine": engine, "check": False}
     acc = pa.accumulator(loss, **knobs)
     state, expected = acc.init(params), {k: torch.zeros_like(p) for k, p in params.items()}
     for part in pa.microbatches(batch, size):
@@ -87,13 +78,11 @@ def test_sparse_gradients_are_summed_as_dense_ones(
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_sparse_gradient_that_is_not_finite_is_skipped(
-    engine: Any, vocabulary: int, donate: bool
-) -> None:
+def test_a_sparse_gradient_that_is_not_finite_is_skipped(engine, vocabulary, donate):
     """One NaN among its few values."""
     params, batch = make(0, vocabulary, 6)
 
-    def loss(p: Any, b: Any) -> Tensor:
+    def loss(p, b):
         return total(p, b, sparse=True)
 
     acc = pa.accumulator(loss, reduction="sum", nonfinite="skip", engine=engine)
@@ -111,12 +100,12 @@ def test_a_sparse_gradient_that_is_not_finite_is_skipped(
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_sparse_gradient_of_a_batch_that_is_not_cut_is_the_dense_one(weighted: bool) -> None:
+def test_a_sparse_gradient_of_a_batch_that_is_not_cut_is_the_dense_one(weighted):
     """A mean over everything, against the dense gradient."""
     params, batch = make(0, 6, 4)
     batch["mask"] = torch.ones(4)
 
-    def loss(p: Any, b: Any, sparse: bool = True) -> Any:
+    def loss(p, b, sparse=True):
         out = total(p, b, sparse)
         return pa.Weighted(out, b["mask"].sum()) if weighted else out / len(b["mask"])
 

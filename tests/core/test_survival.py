@@ -1,11 +1,7 @@
 """An error during ``update(donate=True)`` loses nothing, or says that it did."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
@@ -14,7 +10,6 @@ from tests.calls import (
     NONFINITE,
     BoomError,
     Explodes,
-    Tensors,
     make_batch,
     make_params,
     mean_loss,
@@ -29,32 +24,32 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 modes = pytest.mark.parametrize("nonfinite", NONFINITE)
 
 
-def exploding(at: str) -> Callable[[Tensors, Tensors], Tensor]:
+def exploding(at):
     """A backward pass that fails at one leaf, ``large`` or ``w``, having done the other or not."""
     first, last = ("w", "large") if at == "last" else ("large", "w")
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         exploded = params | {last: Explodes.apply(params[last])}
         return mean_loss(exploded, batch) + 0 * params[first].sum()
 
     return loss
 
 
-def begun(engine: Any, nonfinite: Any = "propagate") -> tuple[pa.AccumState, Any]:
+def begun(engine, nonfinite="propagate"):
     acc = pa.accumulator(mean_loss, engine=engine, nonfinite=nonfinite)
     state = acc.update(acc.init(PARAMS), PARAMS, make_batch(3), donate=True)
     return state, acc.finalize(state)
 
 
-def update(loss: Any, state: Any, engine: Any, nonfinite: Any, params: Any = PARAMS) -> Any:
+def update(loss, state, engine, nonfinite, params=PARAMS):
     acc = pa.accumulator(loss, engine=engine, nonfinite=nonfinite)
     return acc.update(state, params, make_batch(2), donate=True)
 
 
 @engines
 @modes
-def test_an_error_in_the_loss_loses_nothing(engine: Any, nonfinite: Any) -> None:
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+def test_an_error_in_the_loss_loses_nothing(engine, nonfinite):
+    def loss(params, batch):
         mean_loss(params, batch)
         raise BoomError
 
@@ -67,9 +62,7 @@ def test_an_error_in_the_loss_loses_nothing(engine: Any, nonfinite: Any) -> None
 @engines
 @modes
 @pytest.mark.parametrize("at", ["first", "last"])
-def test_an_error_in_the_backward_pass_loses_nothing_or_says_so(
-    engine: Any, nonfinite: Any, at: str
-) -> None:
+def test_an_error_in_the_backward_pass_loses_nothing_or_says_so(engine, nonfinite, at):
     """Where one sum says so all do: a state is whole or gone."""
     state, expected = begun(engine, nonfinite)
     with unchanged(PARAMS), pytest.raises(BoomError):
@@ -93,7 +86,7 @@ def test_an_error_in_the_backward_pass_loses_nothing_or_says_so(
 
 @engines
 @pytest.mark.parametrize("at", ["first", "last"])
-def test_skip_adds_nothing_before_all_is_known(engine: Any, at: str) -> None:
+def test_skip_adds_nothing_before_all_is_known(engine, at):
     """So with it an error in the backward pass always leaves the state whole."""
     state, _ = begun(engine, "skip")
     with unchanged(state), pytest.raises(BoomError):
@@ -103,17 +96,17 @@ def test_skip_adds_nothing_before_all_is_known(engine: Any, at: str) -> None:
 # nonfinite="raise" -----------------------------------------------------------------------
 
 
-def make_bad(leaf: str) -> Callable[[Tensors, Tensors], Tensor]:
+def make_bad(leaf):
     """Finite, but for the gradient of one leaf at the rows from the fourth on."""
 
-    def loss(params: Tensors, batch: Tensors) -> Tensor:
+    def loss(params, batch):
         zero = params[leaf] - params[leaf].detach()
         return mean_loss(params, batch) + (zero.sqrt().sum() if batch["y"].max() >= 4 else 0)
 
     return loss
 
 
-def nan_loss(params: Tensors, batch: Tensors) -> Tensor:
+def nan_loss(params, batch):
     return mean_loss(params, batch) * (torch.nan if batch["y"].max() >= 4 else 1)
 
 
@@ -122,7 +115,7 @@ CAUSES = ("inf or NaN", "nonfinite='raise'", "learning rate", "Weighted")
 
 @engines
 @pytest.mark.parametrize("leaf", ["w", "large"])
-def test_raise_names_the_leaf_and_the_microbatch(engine: Any, leaf: str) -> None:
+def test_raise_names_the_leaf_and_the_microbatch(engine, leaf):
     other = {"w": "large", "large": "w"}[leaf]
     named = f"gradient of args[0]['{leaf}'] of microbatch 2 (from row 4)"
     with unchanged(PARAMS), saying(FloatingPointError, named, *CAUSES) as caught:
@@ -133,7 +126,7 @@ def test_raise_names_the_leaf_and_the_microbatch(engine: Any, leaf: str) -> None
 
 
 @engines
-def test_raise_names_a_loss(engine: Any) -> None:
+def test_raise_names_a_loss(engine):
     named = "the loss of microbatch 2 (from row 4)"
     with unchanged(PARAMS), saying(FloatingPointError, named, *CAUSES):
         pa.grad(nan_loss, microbatch_size=2, nonfinite="raise", engine=engine)(
@@ -144,7 +137,7 @@ def test_raise_names_a_loss(engine: Any) -> None:
 @engines
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("leaf", ["w", "large"])
-def test_raise_names_the_leaf_in_a_stream(engine: Any, donate: bool, leaf: str) -> None:
+def test_raise_names_the_leaf_in_a_stream(engine, donate, leaf):
     """The old state is whole, or says that a bad gradient went into it."""
     acc = pa.accumulator(make_bad(leaf), nonfinite="raise", engine=engine)
     state = acc.update(acc.init(PARAMS), PARAMS, make_batch(2))
@@ -165,7 +158,7 @@ def test_raise_names_the_leaf_in_a_stream(engine: Any, donate: bool, leaf: str) 
 
 @engines
 @pytest.mark.parametrize("donate", [False, True])
-def test_raise_for_a_loss_leaves_the_state_whole(engine: Any, donate: bool) -> None:
+def test_raise_for_a_loss_leaves_the_state_whole(engine, donate):
     acc = pa.accumulator(nan_loss, nonfinite="raise", engine=engine)
     state = acc.update(acc.init(PARAMS), PARAMS, make_batch(2))
     with unchanged(state), saying(FloatingPointError, "the loss of microbatch 1:", *CAUSES):

@@ -1,13 +1,10 @@
 """Calls in two threads, each on its own module, do not see each other."""
 
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
@@ -19,7 +16,7 @@ REPEATS = 15
 
 
 @pytest.fixture(autouse=True)
-def _restless() -> Iterator[None]:
+def _restless():
     """Threads take turns a thousand times as often as they usually do."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
@@ -27,12 +24,12 @@ def _restless() -> Iterator[None]:
     sys.setswitchinterval(usual)
 
 
-def work(seed: int, engine: str, nonfinite: str) -> tuple[Any, Callable[[], Any]]:
+def work(seed, engine, nonfinite):
     """A module and a call on it; with autograd it is checkpointed and so watched by hooks."""
     net = make("nested", seed)
     switch([net], on=engine == "autograd")
     params, x = other_params(net, seed), inputs(5, seed)
-    knobs: Any = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 2}
+    knobs = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 2}
     return net, lambda: pa.grad(square(net), **knobs)(params, x)
 
 
@@ -40,14 +37,12 @@ def work(seed: int, engine: str, nonfinite: str) -> tuple[Any, Callable[[], Any]
 @pytest.mark.parametrize(
     "engines", [("func", "func"), ("autograd", "autograd"), ("func", "autograd")], ids="-".join
 )
-def test_two_threads_on_two_modules_do_not_see_each_other(
-    engines: tuple[str, str], nonfinite: str
-) -> None:
+def test_two_threads_on_two_modules_do_not_see_each_other(engines, nonfinite):
     nets, calls = zip(*(work(i, e, nonfinite) for i, e in enumerate(engines)), strict=True)
     expected = [run() for run in calls]
     together = Barrier(2)
 
-    def repeat(run: Callable[[], Any]) -> list[Any]:
+    def repeat(run):
         together.wait()
         return [run() for _ in range(REPEATS)]
 
@@ -58,13 +53,13 @@ def test_two_threads_on_two_modules_do_not_see_each_other(
             assert_trees_bitwise_equal(grads, want)
 
 
-def test_a_module_in_another_thread_is_not_watched() -> None:
+def test_a_module_in_another_thread_is_not_watched():
     """It is called while the loss runs, and still holds its own while the backward pass does."""
     net, other = make("linear", 0), make("linear", 3)
     params, x = other_params(net), inputs(5)
     own, held = [id(m._parameters) for m in other.modules()], []
 
-    def loss(params: Any, x: Tensor) -> Tensor:
+    def loss(params, x):
         out = square(net)(params, x)
         pool.submit(call, other, other_params(other), x).result()
         out.register_hook(lambda _: held.append([id(m._parameters) for m in other.modules()]))

@@ -5,11 +5,10 @@ leaves the module, its hooks and the hooks of all modules as they were.
 """
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -36,15 +35,15 @@ pytestmark = pytest.mark.purity
 AMBIGUOUS = "two different sets of parameters"
 
 
-def gradients(loss: Any, params: Any, x: Tensor, size: int) -> Any:
+def gradients(loss, params, x, size):
     wrt = tuple(range(len(params)))
-    knobs: Any = {"batch_argnums": len(params), "microbatch_size": size, "check": False}
+    knobs = {"batch_argnums": len(params), "microbatch_size": size, "check": False}
     return pa.grad(loss, wrt, engine="autograd", **knobs)(*params, x)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("size", [3, 8])
-def test_the_gradient_is_that_without_checkpoints(name: str, size: int) -> None:
+def test_the_gradient_is_that_without_checkpoints(name, size):
     net, x = make(name), inputs(8)
     params = (other_params(net),)
     expected = by_hand(square(net), [net], params, x, size)
@@ -55,7 +54,7 @@ def test_the_gradient_is_that_without_checkpoints(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("donate", [False, True])
-def test_the_gradient_of_a_stream_is_that_without_checkpoints(name: str, donate: bool) -> None:
+def test_the_gradient_of_a_stream_is_that_without_checkpoints(name, donate):
     net, x = make(name), inputs(8)
     params = other_params(net)
     (expected,) = by_hand(square(net), [net], (params,), x, 3)
@@ -68,11 +67,11 @@ def test_the_gradient_of_a_stream_is_that_without_checkpoints(name: str, donate:
     assert_trees_bitwise_equal(grads, expected)
 
 
-def test_two_modules_in_one_loss_recompute_with_their_own_parameters() -> None:
+def test_two_modules_in_one_loss_recompute_with_their_own_parameters():
     nets = [make("linear", 0), make("a method", 5)]
     params, x = tuple(other_params(net, i) for i, net in enumerate(nets)), inputs(5)
 
-    def loss(p: Any, q: Any, x: Tensor) -> Tensor:
+    def loss(p, q, x):
         return (call(nets[0], p, x) * call(nets[1], q, x)).mean()
 
     with unchanged(nets):
@@ -81,12 +80,12 @@ def test_two_modules_in_one_loss_recompute_with_their_own_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_module_may_be_called_twice_with_the_same_parameters(name: str) -> None:
+def test_a_module_may_be_called_twice_with_the_same_parameters(name):
     """And with buffers of its own each time, which a gradient does not depend on."""
     net, x = make(name), inputs(6)
     params = (other_params(net),)
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return (call(net, p, x) * call(net, p, -x)).mean()
 
     with unchanged(net):
@@ -97,42 +96,42 @@ def test_a_module_may_be_called_twice_with_the_same_parameters(name: str) -> Non
 # torch 2.11 leaves the generator of an inner checkpoint to the garbage collector, which complains.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["linear", "a method", "lstm", "nested"])
-def test_a_module_called_twice_with_different_parameters_is_refused(name: str) -> None:
+def test_a_module_called_twice_with_different_parameters_is_refused(name):
     """A recomputation cannot tell whose it is: an error, never a wrong gradient."""
     net = make(name)
     params = (other_params(net, 1), other_params(net, 2))
 
-    def loss(p: Any, q: Any, x: Tensor) -> Tensor:
+    def loss(p, q, x):
         return (call(net, p, x) * call(net, q, x)).mean()
 
     with unchanged(net, params), pytest.raises(RuntimeError, match=AMBIGUOUS):
         gradients(loss, params, inputs(5), 2)
 
 
-def test_two_modules_that_share_one_with_different_parameters_are_refused() -> None:
+def test_two_modules_that_share_one_with_different_parameters_are_refused():
     shared = nn.Linear(3, 3)
     nets = [Checkpointed(shared).double(), Checkpointed(shared).double()]
     params = tuple(other_params(net, i) for i, net in enumerate(nets))
 
-    def loss(p: Any, q: Any, x: Tensor) -> Tensor:
+    def loss(p, q, x):
         return (call(nets[0], p, x) * call(nets[1], q, x)).mean()
 
     with unchanged(nets), pytest.raises(RuntimeError, match=AMBIGUOUS):
         gradients(loss, params, inputs(5), 2)
 
 
-def test_what_the_refusal_advises_works() -> None:
+def test_what_the_refusal_advises_works():
     net, x = make("linear"), inputs(5)
     params = (other_params(net, 1), other_params(net, 2))
     net.on = False
 
-    def again(p: Any, x: Tensor) -> Tensor:
+    def again(p, x):
         return checkpoint(lambda p, x: functional_call(net, p, x), p, x, use_reentrant=False)
 
-    def loss(p: Any, q: Any, x: Tensor) -> Tensor:
+    def loss(p, q, x):
         return (again(p, x) * again(q, x)).mean()
 
-    def plain(p: Any, q: Any, x: Tensor) -> Tensor:
+    def plain(p, q, x):
         return (call(net, p, x) * call(net, q, x)).mean()
 
     with unchanged(net):
@@ -140,7 +139,7 @@ def test_what_the_refusal_advises_works() -> None:
     assert_trees_bitwise_equal(grads, by_hand(plain, [], params, x, 2))
 
 
-def test_a_functional_call_inside_a_module_is_right_or_refused() -> None:
+def test_a_functional_call_inside_a_module_is_right_or_refused():
     """Parameters that a forward pass makes are held by nobody once it is over."""
     net, x = Generated().double(), inputs(5)
     params = (other_params(net),)
@@ -158,18 +157,18 @@ def test_a_functional_call_inside_a_module_is_right_or_refused() -> None:
 class Fails(nn.Module):
     """Raises in the forward pass in which ``fails`` says so."""
 
-    def __init__(self, fails: list[bool]) -> None:
+    def __init__(self, fails):
         super().__init__()
         self.linear, self.fails = nn.Linear(3, 3), iter(fails)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not is_dropped() and next(self.fails):
             raise KeyError("boom")
         return self.linear(x)
 
 
 @pytest.mark.parametrize("fails", [[True], [False, True]], ids=["forward", "recomputation"])
-def test_an_error_inside_a_module_leaves_it_as_it_was(fails: list[bool]) -> None:
+def test_an_error_inside_a_module_leaves_it_as_it_was(fails):
     net = Checkpointed(Fails(fails)).double()
     net.register_forward_hook(lambda *_: None, always_call=True)
     net.register_forward_hook(lambda *_: None)
@@ -178,7 +177,7 @@ def test_an_error_inside_a_module_leaves_it_as_it_was(fails: list[bool]) -> None
         gradients(square(net), (params,), inputs(4), 2)
 
 
-def test_hooks_of_the_user_run_as_often_as_in_torch() -> None:
+def test_hooks_of_the_user_run_as_often_as_in_torch():
     net, x, calls = make("linear"), inputs(4), []
     net.head.register_forward_pre_hook(lambda *_: calls.append("head"))
     net.block.register_forward_pre_hook(lambda *_: calls.append("block"))
@@ -191,19 +190,19 @@ def test_hooks_of_the_user_run_as_often_as_in_torch() -> None:
 
 
 @pytest.mark.parametrize("where", ["around the call", "inside the loss"])
-def test_saved_tensor_hooks_of_the_user_are_asked(where: str) -> None:
+def test_saved_tensor_hooks_of_the_user_are_asked(where):
     """Offloading to a host, for one; they are how a checkpoint works, too."""
     net, x = make("a method"), inputs(5)
     params, packed, unpacked = (other_params(net),), [], []
 
-    def hooks(here: str) -> Any:
+    def hooks(here):
         if here != where:
             return nullcontext()
         return saved_tensors_hooks(
             lambda t: packed.append(0) or t, lambda t: unpacked.append(0) or t
         )
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         with hooks("inside the loss"):
             return square(net)(p, x)
 
@@ -215,7 +214,7 @@ def test_saved_tensor_hooks_of_the_user_are_asked(where: str) -> None:
     assert 0 < len(unpacked) <= len(packed)
 
 
-def test_parameters_of_the_module_itself_stay_free_of_gradients() -> None:
+def test_parameters_of_the_module_itself_stay_free_of_gradients():
     """Reentrant or captured: nothing is left in ``.grad``."""
     net, x = nn.Sequential(Direct(), nn.Linear(3, 1)).double(), inputs(4)
     params = {"weight": torch.ones(3, 1, dtype=torch.float64)}

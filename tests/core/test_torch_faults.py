@@ -6,7 +6,6 @@ The page is gotchas.md, "What torch itself has wrong".
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +19,15 @@ from pureaccum._base.torch_internals import VERSION
 from tests.draws import generator
 
 
-pytestmark = [
-    pytest.mark.parity,
-]
+pytestmark = [pytest.mark.parity]
 Function = Callable[[Tensor], Tensor]
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=generator(seed), dtype=dtype)
 
 
-def agree(got: Tensor, want: Tensor) -> bool:
+def agree(got, want):
     """Up to rounding: half of the digits of float64."""
     return bool((got - want).norm() <= torch.finfo(torch.float64).eps ** 0.5 * want.norm())
 
@@ -38,19 +35,19 @@ def agree(got: Tensor, want: Tensor) -> bool:
 # Forward AD, differentiated again: github.com/pytorch/pytorch/issues/198017 ----------------------
 
 
-def normalised(*dims: int) -> Function:
-    def norm(x: Tensor) -> Tensor:
+def normalised(*dims):
+    def norm(x):
         apart = x - x.mean(dims, keepdim=True)
         return apart / (apart.square().mean(dims, keepdim=True) + 1e-5).sqrt()
 
     return norm
 
 
-def products(x: Tensor) -> Tensor:
+def products(x):
     return torch.stack([reduce(torch.mul, x[: i + 1].unbind()) for i in range(len(x))])
 
 
-def inverse(factor: Tensor) -> Tensor:
+def inverse(factor):
     lower = factor.tril()  # all that torch reads
     return torch.linalg.inv(lower @ lower.mT)
 
@@ -58,7 +55,7 @@ def inverse(factor: Tensor) -> Tensor:
 TAU = torch.rand(2, generator=generator(1), dtype=torch.float64)
 
 
-def reflections(x: Tensor) -> Tensor:
+def reflections(x):
     rows, columns = x.shape
     product = one = torch.eye(rows, dtype=x.dtype)
     for i in range(columns):
@@ -67,7 +64,7 @@ def reflections(x: Tensor) -> Tensor:
     return product[:, :columns]
 
 
-FORWARD: dict[str, tuple[Function, Function, Tensor]] = {
+FORWARD = {
     "LayerNorm": (lambda x: F.layer_norm(x, (5,)), normalised(-1), normal(3, 5)),
     "BatchNorm": (
         lambda x: F.batch_norm(x, None, None, training=True),
@@ -89,24 +86,24 @@ FORWARD: dict[str, tuple[Function, Function, Tensor]] = {
 }
 
 
-def twice_backwards(f: Function, x: Tensor) -> Tensor:
+def twice_backwards(f, x):
     c, v = normal(*f(x).shape, seed=2), along(x)
     return grad(lambda x: (grad(lambda x: (f(x) * c).sum())(x) * v).sum())(x)
 
 
-def twice_forwards(f: Function, x: Tensor) -> Tensor:
+def twice_forwards(f, x):
     v = along(x)
     return jvp(lambda x: jvp(f, (x,), (v,))[1], (x,), (v,))[1]
 
 
-def along(x: Tensor) -> Tensor:
+def along(x):
     """A direction, within the lower triangle of a square: what a factor has."""
     v = normal(*x.shape, seed=3)
     return v.tril() if x.dim() == 2 and x.shape[0] == x.shape[1] else v
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_backwards_twice_is_right(name: str) -> None:
+def test_backwards_twice_is_right(name):
     """And so the formula by hand is of the same function."""
     torchs, by_hand, x = FORWARD[name]
     assert agree(torchs(x), by_hand(x))
@@ -115,13 +112,13 @@ def test_backwards_twice_is_right(name: str) -> None:
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="pytorch#198017")
 @pytest.mark.parametrize("name", FORWARD)
-def test_forwards_twice_is_right(name: str) -> None:
+def test_forwards_twice_is_right(name):
     torchs, by_hand, x = FORWARD[name]
     assert agree(twice_forwards(torchs, x), twice_forwards(by_hand, x))
 
 
-def test_group_norm_is_right_forwards() -> None:
-    def by_hand(x: Tensor) -> Tensor:
+def test_group_norm_is_right_forwards():
+    def by_hand(x):
         return normalised(-1)(x.reshape(3, 2, 2)).reshape(3, 4)
 
     x = normal(3, 4)
@@ -130,12 +127,12 @@ def test_group_norm_is_right_forwards() -> None:
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="pytorch#198017")
 @pytest.mark.parametrize("name", ["LayerNorm", "BatchNorm", "InstanceNorm"])
-def test_a_loss_with_a_jvp_inside_has_the_right_gradient(name: str) -> None:
+def test_a_loss_with_a_jvp_inside_has_the_right_gradient(name):
     """Score matching, and an equation's residual."""
     torchs, by_hand, x = FORWARD[name]
     w, v = normal(x.shape[-1], x.shape[-1], seed=4), along(x)
 
-    def loss(f: Function) -> Function:
+    def loss(f):
         return lambda w: jvp(lambda x: f(x @ w), (x,), (v,))[1].square().sum()
 
     assert agree(grad(loss(torchs))(w), grad(loss(by_hand))(w))
@@ -145,7 +142,7 @@ def test_a_loss_with_a_jvp_inside_has_the_right_gradient(name: str) -> None:
 
 
 class Onlooker(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
@@ -163,11 +160,11 @@ UNDER_MODES = ["pinv", "matrix_sqrth", *["polar"] * (VERSION < (2, 15))]
         for name in UNDER_MODES
     ],
 )
-def test_a_mode_that_looks_changes_no_number(name: str) -> None:
+def test_a_mode_that_looks_changes_no_number(name):
     x = normal(3, 3, dtype=torch.complex128)
     x = x @ x.mH if name == "matrix_sqrth" else x
 
-    def call() -> Tensor:
+    def call():
         out = getattr(torch.linalg, name)(x)
         return out if isinstance(out, Tensor) else out[0]
 
@@ -180,7 +177,7 @@ def test_a_mode_that_looks_changes_no_number(name: str) -> None:
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="not reported yet")
-def test_a_trace_above_autograd_takes_other_inputs() -> None:
+def test_a_trace_above_autograd_takes_other_inputs():
     first, x = grad(lambda x: x.sin().sum()), normal(3)
     assert agree(make_fx(first, pre_dispatch=True)(x)(2 * x), first(2 * x))
 
@@ -188,7 +185,7 @@ def test_a_trace_above_autograd_takes_other_inputs() -> None:
 # torch._weight_norm, which nn.utils.parametrizations.weight_norm calls ---------------------------
 
 
-def second(f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def second(f):
     v, g = normal(3, 4).requires_grad_(), normal(3, 1, seed=1).abs()
     c = normal(3, 4, seed=2)
     (first,) = torch.autograd.grad((f(v, g) * c).sin().sum(), v, create_graph=True)
@@ -196,6 +193,6 @@ def second(f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="not reported yet")
-def test_the_double_backward_of_weight_norm_is_right() -> None:
+def test_the_double_backward_of_weight_norm_is_right():
     got = second(lambda v, g: torch._weight_norm(v, g, 0))
     assert agree(got, second(lambda v, g: v * (g / v.norm(dim=1, keepdim=True))))

@@ -1,10 +1,8 @@
 """What torch does that the design leans on or works around; each fails when torch changes it."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
@@ -16,7 +14,7 @@ pytestmark = pytest.mark.parity
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_lean_vjp_is_grad_bit_for_bit(name: str) -> None:
+def test_a_lean_vjp_is_grad_bit_for_bit(name):
     """``retain_graph=False`` frees activations as the pass goes and changes no number."""
     given_ = problem(name, 0, 4)
     value, pull = torch.func.vjp(lambda p: given_.mean(p, given_.batch), given_.params)
@@ -24,15 +22,15 @@ def test_a_lean_vjp_is_grad_bit_for_bit(name: str) -> None:
     assert_trees_bitwise_equal(lean, torch.func.grad(given_.mean)(given_.params, given_.batch))
 
 
-def test_a_hook_on_a_primal_runs_outside_its_level_and_may_fill_a_buffer() -> None:
+def test_a_hook_on_a_primal_runs_outside_its_level_and_may_fill_a_buffer():
     """What holds the memory at one gradient tree; the gradient is handed on as nothing."""
     buffer, x = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
 
-    def hook(grad: Tensor) -> Tensor:
+    def hook(grad):
         buffer.add_(grad)
         return grad.new_zeros(()).expand_as(grad)
 
-    def loss(w: Tensor) -> Tensor:
+    def loss(w):
         w.register_hook(hook)
         return (w * x).sum() + (w * w).sum()
 
@@ -43,13 +41,13 @@ def test_a_hook_on_a_primal_runs_outside_its_level_and_may_fill_a_buffer() -> No
     assert not rest.any()
 
 
-def test_create_graph_false_loses_second_order_terms_without_an_error() -> None:
+def test_create_graph_false_loses_second_order_terms_without_an_error():
     """Why it is left at its default, and pa.grad's second derivative is right."""
 
-    def cube(w: Tensor, x: Tensor) -> Tensor:
+    def cube(w, x):
         return (w**3 * x).sum()
 
-    def gradient(w: Tensor, **knobs: bool) -> Tensor:
+    def gradient(w, **knobs):
         value, pull = torch.func.vjp(lambda w: cube(w, x), w)
         return pull(torch.ones_like(value), retain_graph=False, **knobs)[0]
 
@@ -60,11 +58,11 @@ def test_create_graph_false_loses_second_order_terms_without_an_error() -> None:
     assert torch.func.grad(ours)(w, x) == 48
 
 
-def test_a_batched_gradient_cannot_be_added_to_an_unbatched_sum() -> None:
+def test_a_batched_gradient_cannot_be_added_to_an_unbatched_sum():
     """Why sums are new tensors under a transform."""
 
-    def gradient(add: Any) -> Any:
-        def each(w: Tensor, x: Tensor) -> Tensor:
+    def gradient(add):
+        def each(w, x):
             value, pull = torch.func.vjp(lambda w: (w * x).sum(), w)
             return add(torch.zeros(3), pull(torch.ones_like(value))[0])
 
@@ -76,27 +74,27 @@ def test_a_batched_gradient_cannot_be_added_to_an_unbatched_sum() -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
         self.head = nn.Linear(3, 1)
 
-    def forward(self, x: Tensor, remat: bool = True) -> Tensor:
+    def forward(self, x, remat=True):
         h = checkpoint(self.body, x, use_reentrant=False) if remat else self.body(x)
         return self.head(h)
 
 
-def checkpointed() -> Any:
+def checkpointed():
     module = Checkpointed()
     params = {name: torch.randn_like(p) for name, p in module.named_parameters()}
 
-    def loss(params: Any, x: Tensor, remat: bool = True) -> Tensor:
+    def loss(params, x, remat=True):
         return (torch.func.functional_call(module, params, (x, remat)) ** 2).mean()
 
     return params, torch.randn(5, 3), loss
 
 
-def test_torch_alone_recomputes_with_the_wrong_parameters() -> None:
+def test_torch_alone_recomputes_with_the_wrong_parameters():
     """No error, a wrong gradient: functional_call is over when the recomputation begins."""
     params, x, loss = checkpointed()
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
@@ -106,7 +104,7 @@ def test_torch_alone_recomputes_with_the_wrong_parameters() -> None:
     assert (wrong["body.0.weight"] - right["body.0.weight"]).norm() > 1e-3
 
 
-def test_a_float16_loss_of_65536_is_infinite() -> None:
+def test_a_float16_loss_of_65536_is_infinite():
     """Why a loss is widened before it is pulled or scaled."""
     assert torch.tensor(65536.0).half().isinf()
     w = torch.tensor(1.0, dtype=torch.float16)
@@ -116,7 +114,7 @@ def test_a_float16_loss_of_65536_is_infinite() -> None:
     assert total == 60000
 
 
-def test_functional_call_spoils_a_submodule_that_is_shared() -> None:
+def test_functional_call_spoils_a_submodule_that_is_shared():
     """pytorch #164759: the module keeps the tensors of the call. Nothing that we could undo."""
     shared = nn.Linear(2, 2)
     module = nn.Sequential(shared, shared)
@@ -126,7 +124,7 @@ def test_functional_call_spoils_a_submodule_that_is_shared() -> None:
     assert shared.weight is not own
 
 
-def test_backward_adds_to_a_gradient_that_two_leaves_share() -> None:
+def test_backward_adds_to_a_gradient_that_two_leaves_share():
     """autograd begins .grad with the first gradient itself. Hence sums begin with zeros of ours."""
     a, b = torch.ones(2, 3, requires_grad=True), torch.ones(3, 2, requires_grad=True)
     for _ in range(2):

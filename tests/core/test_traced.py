@@ -1,8 +1,6 @@
 """While somebody traces nothing is written in place, and the numbers are those of a plain call."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ pytestmark = [
 ]
 
 
-def whole(seed: int, *shape: int) -> Tensor:
+def whole(seed, *shape):
     return torch.randint(-3, 4, shape, generator=generator(seed)).double()
 
 
@@ -36,24 +34,24 @@ def whole(seed: int, *shape: int) -> Tensor:
 POINTS = [(whole(i, 4, 4), whole(10 + i, 7, 4)) for i in range(3)]
 
 
-def loss(w: Tensor, x: Tensor) -> Tensor:
+def loss(w, x):
     return (x @ w).square().sum() / 8
 
 
-def rows(w: Tensor, x: Tensor) -> Tensor:
+def rows(w, x):
     return (x @ w) * x
 
 
-def weighted(w: Tensor, x: Tensor) -> pa.Weighted:
+def weighted(w, x):
     return pa.Weighted((x @ w).square().sum(), ((x[:, 0] > 0) + 1.0).sum())
 
 
-def cut(func: Any, reduce: Any = "concat") -> Any:
+def cut(func, reduce="concat"):
     return pa.microbatch(func, microbatch_size=3, reduce=reduce)
 
 
-def stepping(optimizer: Callable[[], Any], **knobs: Any) -> Any:
-    def two_steps(w: Tensor, x: Tensor) -> Any:
+def stepping(optimizer, **knobs):
+    def two_steps(w, x):
         step = pa.make_step(loss, optimizer(), microbatch_size=3, **{"reduction": "sum", **knobs})
         state = step.init(w)
         for _ in range(2):
@@ -63,7 +61,7 @@ def stepping(optimizer: Callable[[], Any], **knobs: Any) -> Any:
     return two_steps
 
 
-def streaming(w: Tensor, x: Tensor) -> Any:
+def streaming(w, x):
     step = pa.make_step(loss, pa.sgd(0.5), donate=True, reduction="sum")
     state = step.init(w)
     window = step.begin(state)
@@ -72,14 +70,14 @@ def streaming(w: Tensor, x: Tensor) -> Any:
     return step.apply(state, window)[0].params
 
 
-def folded(acc: Any, w: Tensor, x: Tensor) -> Any:
+def folded(acc, w, x):
     state = acc.init(w)
     for part in x.split(3):
         state = acc.update(state, w, part, donate=True)
     return acc.finalize(state)
 
 
-def accumulated(w: Tensor, x: Tensor) -> Any:
+def accumulated(w, x):
     return folded(pa.accumulator(loss, reduction="sum", engine="auto"), w, x)
 
 
@@ -87,19 +85,19 @@ NET = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 
 FN = pa.functional(NET, microbatch_size=3)
 
 
-def network(w: Tensor, x: Tensor) -> Any:
+def network(w, x):
     return FN.apply(FN.params, FN.buffers, x @ w / 8)
 
 
-def sample(w: Tensor, x: Tensor) -> Tensor:
+def sample(w, x):
     return (x @ w).square().sum()
 
 
-def signs(w: Tensor, x: Tensor) -> Any:
+def signs(w, x):
     return folded(pa.per_sample_accumulator(sample, transform="sign", reduce="sum"), w, x)
 
 
-def averaged(w: Tensor, x: Tensor) -> Any:
+def averaged(w, x):
     average_of = pa.ema(0.75)
     average = average_of.init(w)
     for row in x:
@@ -107,19 +105,19 @@ def averaged(w: Tensor, x: Tensor) -> Any:
     return average.params
 
 
-def minimized(w: Tensor, x: Tensor) -> Any:
+def minimized(w, x):
     gradient = pa.grad_and_value(loss, microbatch_size=3, reduction="sum")
     opt = pa.sam(pa.sgd(0.5))
     return opt.apply(lambda w: gradient(w, x), opt.init(w), w)[0]
 
 
-def diagonal(w: Tensor, x: Tensor) -> Any:
+def diagonal(w, x):
     product = pa.curvature.hvp(loss, microbatch_size=3, reduction="sum")
     return pa.curvature.diagonal(lambda v: product(w, x, v)[0], w, key=KEYS[0], samples=2)
 
 
 KEYS = pa.fold_in(pa.key(0), torch.arange(7))
-CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+CALLS = {
     "grad": pa.grad(loss, microbatch_size=3, reduction="sum"),
     "grad of a mean": pa.grad_and_value(weighted, microbatch_size=3),
     "grad auto": pa.grad(loss, microbatch_size=3, engine="auto", reduction="sum"),
@@ -167,11 +165,11 @@ NOT_EXACT = (
 )
 
 
-def flat(tree: Any) -> list[Tensor]:
+def flat(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def same(call: str, came: Any, want: Any) -> None:
+def same(call, came, want):
     """In bits where all numbers are whole; elsewhere as near as float64 is halved in digits."""
     if call not in NOT_EXACT:
         assert_trees_bitwise_equal(flat(came), flat(want))
@@ -191,7 +189,7 @@ WRITE_THEMSELVES = {
 
 
 @calls
-def test_a_program_of_make_fx_gives_the_numbers_of_other_inputs(call: str) -> None:
+def test_a_program_of_make_fx_gives_the_numbers_of_other_inputs(call):
     program = make_fx(lambda w, x: flat(CALLS[call](w, x)))(*POINTS[0])
     written = {
         str(node.target)
@@ -205,7 +203,7 @@ def test_a_program_of_make_fx_gives_the_numbers_of_other_inputs(call: str) -> No
 
 
 @calls
-def test_linearize_pushes_any_tangent_any_number_of_times(call: str) -> None:
+def test_linearize_pushes_any_tangent_any_number_of_times(call):
     (w, x), (v, _), (u, _) = POINTS
     func = lambda w: tuple(flat(CALLS[call](w, x)))  # noqa: E731
     out, push = linearize(func, w)
@@ -215,13 +213,13 @@ def test_linearize_pushes_any_tangent_any_number_of_times(call: str) -> None:
 
 
 @calls
-def test_functionalize_gives_the_numbers_of_a_plain_call(call: str) -> None:
+def test_functionalize_gives_the_numbers_of_a_plain_call(call):
     func = lambda w, x: tuple(flat(CALLS[call](w, x)))  # noqa: E731
     for point in POINTS:
         same(call, functionalize(func)(*point), func(*point))
 
 
-AROUND: dict[str, Callable[[Any], Any]] = {
+AROUND = {
     "grad": grad,
     "vmap(grad)": lambda f: lambda w: vmap(grad(f))(torch.stack([w, 2 * w])),
     "jacfwd": jacfwd,
@@ -232,13 +230,13 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("call", ["concat", "a total", "one microbatch", "grad", "max"])
-def test_derivatives_go_through_functionalize(call: str, around: str) -> None:
+def test_derivatives_go_through_functionalize(call, around):
     (w, x), *_ = POINTS
     total = lambda w: flat(CALLS[call](w, x))[0].square().sum() / 64  # noqa: E731
     assert_trees_bitwise_equal(AROUND[around](functionalize(total))(w), AROUND[around](total)(w))
 
 
-WAYS: dict[str, Any] = {
+WAYS = {
     "fake": {"tracing_mode": "fake"},
     "symbolic": {"tracing_mode": "symbolic"},
     "pre_dispatch": {"pre_dispatch": True},
@@ -255,7 +253,7 @@ BY_TORCH_FUNC = set(CALLS) - {
 
 @calls
 @pytest.mark.parametrize("way", WAYS)
-def test_other_ways_to_trace(call: str, way: str) -> None:
+def test_other_ways_to_trace(call, way):
     if way == "pre_dispatch" and call in BY_TORCH_FUNC:
         with saying(RuntimeError, "pre_dispatch", "constants"):
             make_fx(lambda w, x: flat(CALLS[call](w, x)), **WAYS[way])(*POINTS[0])
@@ -267,7 +265,7 @@ def test_other_ways_to_trace(call: str, way: str) -> None:
         same(call, program(*point), flat(CALLS[call](*point)))
 
 
-def test_an_engine_that_cannot_be_traced_says_so() -> None:
+def test_an_engine_that_cannot_be_traced_says_so():
     gradient = pa.grad(loss, microbatch_size=3, engine="autograd")
     with saying(RuntimeError, "engine='autograd' cannot run under", "make_fx", "'auto' can"):
         make_fx(gradient)(*POINTS[0])
@@ -279,24 +277,24 @@ def test_an_engine_that_cannot_be_traced_says_so() -> None:
 class Operations(TorchDispatchMode):
     """Notes which operations write."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.written: set[str] = set()
+        self.written = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable:
             self.written.add(str(func))
         return func(*args, **(kwargs or {}))
 
 
 class Functions(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 @calls
 @pytest.mark.parametrize("mode", [Operations, Functions])
-def test_who_only_looks_changes_no_bit(call: str, mode: Any) -> None:
+def test_who_only_looks_changes_no_bit(call, mode):
     want = flat(CALLS[call](*POINTS[0]))
     with mode():
         came = flat(CALLS[call](*POINTS[0]))
@@ -310,11 +308,11 @@ def test_who_only_looks_changes_no_bit(call: str, mode: Any) -> None:
 class Keeping(Operations):
     """Keeps what operations give, beside a copy."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.kept: list[tuple[str, Tensor, Tensor]] = []
+        self.kept = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and not func._schema.is_mutable and x.layout == torch.strided:
@@ -328,7 +326,7 @@ KERNELS = "sgd", "adamw", "scale", "stream", "noise", "sam"
 
 
 @calls
-def test_who_keeps_what_operations_give_finds_it_unchanged(call: str) -> None:
+def test_who_keeps_what_operations_give_finds_it_unchanged(call):
     w, x = POINTS[0]
     with Keeping() as keeping:
         out = CALLS[call](w, x)
@@ -348,7 +346,7 @@ def test_who_keeps_what_operations_give_finds_it_unchanged(call: str) -> None:
 
 
 @calls
-def test_tensors_without_numbers_have_the_shapes_of_a_plain_call(call: str) -> None:
+def test_tensors_without_numbers_have_the_shapes_of_a_plain_call(call):
     want = [(x.shape, x.dtype) for x in flat(CALLS[call](*POINTS[0]))]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         came = CALLS[call](*map(mode.from_tensor, POINTS[0]))
@@ -359,18 +357,18 @@ def test_tensors_without_numbers_have_the_shapes_of_a_plain_call(call: str) -> N
 
 
 class Scaling(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out * 2 if func is torch.tanh else out
 
 
 class Doubling(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out * 2 if func is torch.ops.aten.tanh.default else out
 
 
-AGAIN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+AGAIN = {
     "microbatch": lambda f, w, x: cut(f)(w, x).sin().sum(),
     "remat": lambda f, w, x: pa.remat(f)(w, x).sin().sum(),
     "value": lambda f, w, x: pa.value(lambda w, x: f(w, x).sin().sum(), microbatch_size=7)(w, x),
@@ -381,10 +379,8 @@ AGAIN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("forwards", [True, False])
 @pytest.mark.parametrize("backwards", [True, False])
 @pytest.mark.parametrize("call", AGAIN)
-def test_a_backward_pass_computes_what_the_forward_pass_computed(
-    call: str, mode: Any, forwards: bool, backwards: bool
-) -> None:
-    def derivative(out_of: Callable[[Tensor], Tensor]) -> Tensor:
+def test_a_backward_pass_computes_what_the_forward_pass_computed(call, mode, forwards, backwards):
+    def derivative(out_of):
         w = POINTS[0][0].clone().requires_grad_()
         with mode() if forwards else nullcontext():
             out = out_of(w)
@@ -397,10 +393,10 @@ def test_a_backward_pass_computes_what_the_forward_pass_computed(
     assert (came - want).norm() <= 2.0**-40 * want.norm()
 
 
-def test_what_is_made_on_a_device_is_made_there_again() -> None:
-    made: list[str] = []
+def test_what_is_made_on_a_device_is_made_there_again():
+    made = []
 
-    def func(w: Tensor, x: Tensor) -> Tensor:
+    def func(w, x):
         made.append(torch.zeros(1).device.type)
         return x @ w
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,45 +18,43 @@ from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = [
-    pytest.mark.purity,
-]
+pytestmark = [pytest.mark.purity]
 W = torch.tensor([0.5, -1.0, 0.25])
 SCHEDULE = (1, 2, 4, 8)  # the calls that ask, of the first nine
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked() -> None:
+def _nobody_was_asked():
     """Calls are counted for each loss, and those of two tests that are one loss would add up."""
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+    coupling._answers.clear()
 
 
-def rows(n: int, seed: int = 0) -> Tensor:
+def rows(n, seed=0):
     return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
 
 
-def fits(w: Tensor, x: Tensor) -> Tensor:
+def fits(w, x):
     return ((x @ w) ** 2).mean()
 
 
-def coupled(w: Tensor, x: Tensor) -> Tensor:
+def coupled(w, x):
     return fits(w, x) + x.mean(0).square().sum()
 
 
 class Noting:
     """A loss that notes of how many rows it is called."""
 
-    def __init__(self, loss: Callable[..., Tensor] = fits) -> None:
+    def __init__(self, loss=fits):
         self.inner, self.calls = loss, list[int]()
 
-    def __call__(self, w: Tensor, x: Tensor) -> Tensor:
+    def __call__(self, w, x):
         self.calls.append(len(x))
         return self.inner(w, x)
 
-    def loss(self, w: Tensor, x: Tensor) -> Tensor:
+    def loss(self, w, x):
         return self(w, x)
 
-    def during(self, run: Callable[[], object]) -> Counter[int]:
+    def during(self, run):
         self.calls.clear()
         run()
         return Counter(self.calls)
@@ -67,7 +63,7 @@ class Noting:
 # Which calls ask -------------------------------------------------------------------------
 
 
-def run_of(name: str, loss: Callable[[], Any], check: bool) -> Callable[[], object]:
+def run_of(name, loss, check):
     x, knobs = rows(12), dict[str, Any](check=check)
     if name == "grad":
         return lambda: pa.grad(loss(), microbatch_size=4, **knobs)(W, x)
@@ -77,7 +73,7 @@ def run_of(name: str, loss: Callable[[], Any], check: bool) -> Callable[[], obje
         state = pa.accumulator(fits).init(W)
         return lambda: pa.accumulator(loss(), **knobs).update(state, W, x[:4])
 
-    def step() -> None:
+    def step():
         made = pa.make_step(loss(), pa.sgd(0.1), microbatch_size=4, **knobs)
         made(made.init(W), x)
 
@@ -85,7 +81,7 @@ def run_of(name: str, loss: Callable[[], Any], check: bool) -> Callable[[], obje
 
 
 NOTING = Noting()
-MADE: dict[str, Callable[[], Any]] = {  # at each call
+MADE = {  # at each call
     "the same": lambda: NOTING,
     "a lambda": lambda: lambda w, x: NOTING(w, x),
     "a bound method": lambda: NOTING.loss,
@@ -96,7 +92,7 @@ MADE: dict[str, Callable[[], Any]] = {  # at each call
 
 @pytest.mark.parametrize("name", ["grad", "value", "update", "step"])
 @pytest.mark.parametrize("made", MADE)
-def test_calls_one_two_four_and_eight_ask_one_microbatch(name: str, made: str) -> None:
+def test_calls_one_two_four_and_eight_ask_one_microbatch(name, made):
     """Two parts of it, beside what a call computes that does not ask."""
     asking, plain = (run_of(name, MADE[made], check) for check in (True, False))
     for call in range(1, 10):
@@ -107,7 +103,7 @@ def test_calls_one_two_four_and_eight_ask_one_microbatch(name: str, made: str) -
         assert more == Counter({2: 2} if call in SCHEDULE else {}), (call, more, usual)
 
 
-def test_a_call_that_does_not_ask_calls_the_loss_once_a_microbatch() -> None:
+def test_a_call_that_does_not_ask_calls_the_loss_once_a_microbatch():
     loss = Noting()
     grad = pa.grad(loss, microbatch_size=4)
     calls = [loss.during(lambda: grad(W, rows(10))) for _ in range(9)]
@@ -115,14 +111,14 @@ def test_a_call_that_does_not_ask_calls_the_loss_once_a_microbatch() -> None:
     assert [call == usual for call in calls] == [call not in SCHEDULE for call in range(1, 10)]
 
 
-def test_each_call_that_asks_is_about_another_microbatch() -> None:
+def test_each_call_that_asks_is_about_another_microbatch():
     """So that one bad microbatch of four is met, wherever it stands."""
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return (coupled if (x > 5).any() else fits)(w, x)
 
     for bad, call in enumerate(SCHEDULE):
-        coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+        coupling._answers.clear()
         x = rows(16)
         x[4 * bad] = 6
         grad = pa.grad(loss, microbatch_size=4)
@@ -136,56 +132,56 @@ def test_each_call_that_asks_is_about_another_microbatch() -> None:
 
 
 class Looking(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def under_a_mode(loss: Any, **knobs: Any) -> None:
+def under_a_mode(loss, **knobs):
     with Looking():
         pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))
 
 
-def under_forward_ad(loss: Any, **knobs: Any) -> None:
+def under_forward_ad(loss, **knobs):
     with forward_ad.dual_level():
         w = forward_ad.make_dual(W, W)
         pa.value(loss, microbatch_size=4, **knobs)(w, rows(12))
 
 
-def in_a_backward_pass(loss: Any, **knobs: Any) -> None:
+def in_a_backward_pass(loss, **knobs):
     class Inner(Function):
         @staticmethod
-        def forward(ctx: Any, w: Tensor) -> Tensor:
+        def forward(ctx, w):
             return w.clone()
 
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
+        def backward(ctx, *grads):
             return pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))
 
-    out: Any = Inner.apply(W.clone().requires_grad_())
+    out = Inner.apply(W.clone().requires_grad_())
     out.sum().backward()
 
 
-def reported(loss: Any, **knobs: Any) -> None:
+def reported(loss, **knobs):
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=4, **knobs)
     pa.memory_report(step, step.init(W), rows(12))
 
 
-def transformed(transform: Any, of: Any, loss: Any, **knobs: Any) -> None:
+def transformed(transform, of, loss, **knobs):
     transform(of(loss, microbatch_size=4, **knobs))(W, rows(12))
 
 
-def mapped(loss: Any, **knobs: Any) -> None:
+def mapped(loss, **knobs):
     grad = pa.grad(loss, microbatch_size=4, **knobs)
     torch.func.vmap(grad, (0, None))(torch.stack([W, -W]), rows(12))
 
 
-def compiled(loss: Any, **knobs: Any) -> None:
+def compiled(loss, **knobs):
     torch.compiler.reset()
     run = pa.grad(loss.inner, microbatch_size=4, **knobs)
     torch.compile(run, backend="eager")(W, rows(12))
 
 
-def uncut(loss: Any, **knobs: Any) -> None:
+def uncut(loss, **knobs):
     x = rows(12)
     for size in (None, 12, 20):
         pa.grad(loss, microbatch_size=size, **knobs)(W, x)
@@ -194,7 +190,7 @@ def uncut(loss: Any, **knobs: Any) -> None:
         step(step.init(W), x)
 
 
-NOBODY: dict[str, Callable[..., None]] = {
+NOBODY = {
     "torch.func.grad": partial(transformed, torch.func.grad, pa.value),
     "torch.func.jacrev": partial(transformed, torch.func.jacrev, pa.grad),
     "torch.func.hessian": partial(transformed, torch.func.hessian, pa.value),
@@ -214,7 +210,7 @@ SLOW = {"torch.compile": pytest.mark.slow}
 @pytest.mark.parametrize(
     "run", [pytest.param(run, id=name, marks=SLOW.get(name, ())) for name, run in NOBODY.items()]
 )
-def test_nobody_asks(run: Callable[..., None]) -> None:
+def test_nobody_asks(run):
     asked, plain = (Noting(coupled) for _ in range(2))
     for _ in range(2):
         run(asked)
@@ -222,7 +218,7 @@ def test_nobody_asks(run: Callable[..., None]) -> None:
     assert asked.calls == plain.calls
 
 
-def test_a_backward_pass_through_a_value_does_not_ask() -> None:
+def test_a_backward_pass_through_a_value_does_not_ask():
     calls = []
     for check in (True, False):
         loss, w = Noting(), W.clone().requires_grad_()
@@ -234,17 +230,17 @@ def test_a_backward_pass_through_a_value_does_not_ask() -> None:
 # What cannot be told ---------------------------------------------------------------------
 
 
-def knows_its_rows(w: Tensor, x: Tensor) -> Tensor:
+def knows_its_rows(w, x):
     return (x.view(4, 3) @ w).square().mean()
 
 
-def wants_two_rows(w: Tensor, x: Tensor) -> Tensor:
+def wants_two_rows(w, x):
     if len(x) < 2:
         raise ValueError("a row on its own")
     return fits(w, x)
 
 
-def normalised(w: Tensor, x: Tensor) -> Tensor:
+def normalised(w, x):
     return (torch.nn.functional.batch_norm(x, None, None, training=True) @ w).square().mean()
 
 
@@ -252,7 +248,7 @@ RAISES = {knows_its_rows: 4, wants_two_rows: 2, normalised: 2}
 
 
 @pytest.mark.parametrize("loss", RAISES, ids=lambda loss: loss.__name__)
-def test_a_loss_that_raises_on_parts_is_not_blamed(loss: Callable[..., Tensor]) -> None:
+def test_a_loss_that_raises_on_parts_is_not_blamed(loss):
     """Nor is its error shown. (Two rows are all that there are, or they could be joined.)"""
     parts = [rows(RAISES[loss], seed) for seed in range(3)]
     for _ in range(9):
@@ -266,13 +262,13 @@ def test_a_loss_that_raises_on_parts_is_not_blamed(loss: Callable[..., Tensor]) 
         assert_trees_bitwise_equal(*results)
 
 
-def test_batch_norm_over_microbatches_of_two_rows_is_told_by_two_of_them() -> None:
+def test_batch_norm_over_microbatches_of_two_rows_is_told_by_two_of_them():
     with pytest.raises(CoupledLossError):
         pa.grad(normalised, microbatch_size=2)(W, rows(4))
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (1, 4), (2, 1), (3, 1), (5, 4), (9, 1), (0, 1)])
-def test_few_rows(n: int, size: int) -> None:
+def test_few_rows(n, size):
     x = rows(n)
     for make in (pa.grad, pa.value):
         got, want = (make(fits, microbatch_size=size, check=check)(W, x) for check in (True, False))
@@ -284,8 +280,8 @@ def test_few_rows(n: int, size: int) -> None:
         pa.value(coupled, microbatch_size=size)(W, x)
 
 
-def test_microbatches_without_rows_count_for_nothing() -> None:
-    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+def test_microbatches_without_rows_count_for_nothing():
+    def loss(w, x):
         return pa.Weighted((x @ w).square().sum(), len(x))
 
     acc = pa.accumulator(loss)
@@ -299,7 +295,7 @@ def test_microbatches_without_rows_count_for_nothing() -> None:
 
 
 @pytest.fixture
-def _restless() -> Iterator[None]:
+def _restless():
     """Threads take turns a thousand times as often as they usually do."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
@@ -309,11 +305,11 @@ def _restless() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_restless")
 @pytest.mark.promise("threads")
-def test_two_threads_ask_one_loss() -> None:
+def test_two_threads_ask_one_loss():
     together, x = Barrier(2), rows(12)
     want = pa.grad(fits, microbatch_size=4, check=False)(W, x)
 
-    def repeat(_: int) -> list[Any]:
+    def repeat(_):
         together.wait()
         results = []
         for _ in range(9):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -36,19 +35,19 @@ streams = st.sampled_from([1, 2, 4]).flatmap(
 KINDS = ("mean", "sum", "weighted")
 
 
-def total(params: Any, batch: Any) -> Tensor:
+def total(params, batch):
     """Of integers, so that no sum of several of them is rounded."""
     factor = 2 * sum(optree.tree_leaves(batch)) + 4
     return factor * params["a"].sum() - params["b"]
 
 
-def loss_of(kind: str) -> Loss:
+def loss_of(kind):
     if kind == "weighted":
         return Loss(lambda params, batch: pa.Weighted(total(params, batch), 2))
     return Loss(total)
 
 
-def by_hand(kind: str, batches: list[Any]) -> Any:
+def by_hand(kind, batches):
     """The gradients and the value: sums, which nothing rounds, divided once."""
     leaves = {name: x.clone().requires_grad_() for name, x in PARAMS.items()}
     value = torch.stack([total(leaves, batch) for batch in batches]).sum()
@@ -65,7 +64,7 @@ class Form(NamedTuple):
     sizes: tuple[Any, ...] = (1, 2, "auto")
 
 
-def _step(loss: Any, batches: list[Any], stream: bool = False, **knobs: Any) -> Any:
+def _step(loss, batches, stream=False, **knobs):
     """One of length 1 shows the gradients."""
     step = pa.make_step(loss, pa.sgd(1.0), **knobs)
     state = step.init(PARAMS)
@@ -82,7 +81,7 @@ def _step(loss: Any, batches: list[Any], stream: bool = False, **knobs: Any) -> 
     return {name: x - new.params[name] for name, x in PARAMS.items()}, info.loss
 
 
-def _accumulated(loss: Any, batches: list[Any], donate: bool = False, **knobs: Any) -> Any:
+def _accumulated(loss, batches, donate=False, **knobs):
     acc = pa.accumulator(loss, **knobs)
     state = acc.init(PARAMS)
     for batch in batches:
@@ -91,7 +90,7 @@ def _accumulated(loss: Any, batches: list[Any], donate: bool = False, **knobs: A
     return acc.finalize(acc.merge(acc.init(PARAMS), state))
 
 
-def _grads(loss: Any, batches: list[Any], **knobs: Any) -> Any:
+def _grads(loss, batches, **knobs):
     grads = pa.grad(loss, **knobs)(PARAMS, batches[0])
     knobs = {name: knobs[name] for name in ("microbatch_size", "reduction") if name in knobs}
     return grads, pa.value(loss, **knobs)(PARAMS, batches[0])
@@ -117,13 +116,11 @@ WHOLE = [name for name, form in FORMS.items() if not form.stream]
     engine=st.sampled_from(ENGINES),
     nonfinite=st.sampled_from(NONFINITE),
 )
-def test_a_batch_without_tensors_counts_as_one_microbatch(
-    form: str, batches: list[Any], kind: str, engine: Any, nonfinite: Any
-) -> None:
+def test_a_batch_without_tensors_counts_as_one_microbatch(form, batches, kind, engine, nonfinite):
     """Whole, and in a stream: there the mean alone is refused, since it needs a weight."""
     run, stream, _ = FORMS[form]
     loss = loss_of(kind)
-    knobs: Any = {"engine": engine, "nonfinite": nonfinite}
+    knobs = {"engine": engine, "nonfinite": nonfinite}
     knobs["reduction"] = "sum" if kind == "sum" else "mean"
     if stream and kind == "mean":
         words = ("no batch argument holds a tensor", "Weighted", "reduction='sum'", "batch_argnums")
@@ -143,13 +140,11 @@ def test_a_batch_without_tensors_counts_as_one_microbatch(
     engine=st.sampled_from(ENGINES),
     data=st.data(),
 )
-def test_a_batch_without_tensors_is_never_cut(
-    form: str, batch: Any, kind: str, engine: Any, data: st.DataObject
-) -> None:
+def test_a_batch_without_tensors_is_never_cut(form, batch, kind, engine, data):
     """Whatever the size: one that would take it whole, too."""
     run, _, sizes = FORMS[form]
     loss = loss_of(kind)
-    knobs: Any = {"microbatch_size": data.draw(st.sampled_from(sizes)), "engine": engine}
+    knobs = {"microbatch_size": data.draw(st.sampled_from(sizes)), "engine": engine}
     knobs["reduction"] = "sum" if kind == "sum" else "mean"
     with refused(ValueError, "holds no tensor", "one row per sample", given=PARAMS, loss=loss):
         run(loss, [batch], **knobs)
@@ -157,14 +152,14 @@ def test_a_batch_without_tensors_is_never_cut(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("word", ["sum", "mean", "stack", "last"])
-def test_the_aux_of_a_batch_without_tensors_is_that_of_one_microbatch(kind: str, word: str) -> None:
+def test_the_aux_of_a_batch_without_tensors_is_that_of_one_microbatch(kind, word):
     """And of a batch that is not cut, what the loss returned."""
     loss = loss_of(kind)
 
-    def with_aux(params: Any, batch: Any) -> Any:
+    def with_aux(params, batch):
         return loss(params, batch), params["a"] * 2
 
-    knobs: Any = {"has_aux": True, "aux_reduction": word}
+    knobs = {"has_aux": True, "aux_reduction": word}
     knobs["reduction"] = "sum" if kind == "sum" else "mean"
     step = pa.make_step(with_aux, pa.sgd(1.0), **knobs)
     _, info = step(step.init(PARAMS), {"weight": 2.0})

@@ -1,7 +1,6 @@
 """A loss that writes to what it is given or captures is refused, if it can be before it happens."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ class World(NamedTuple):
     net: nn.Module
 
 
-def world() -> World:
+def world():
     random = torch.Generator().manual_seed(0)
     return World(
         {"w": torch.randn(3, generator=random), "table": torch.randn(5, 3, generator=random)},
@@ -43,18 +42,18 @@ def world() -> World:
     )
 
 
-def clamped(x: Tensor) -> None:
+def clamped(x):
     with torch.no_grad():
         x.clamp_(min=0)
 
 
-def into(x: Tensor) -> None:
+def into(x):
     with torch.no_grad():
         torch.add(x, 1, out=x)
 
 
 # By name: what it writes to, as an error says, and how.
-WRITES: dict[str, tuple[str, Callable[[World, Any, Any], Any]]] = {
+WRITES = {
     "clamp_": ("['w']", lambda o, p, b: clamped(p["w"])),
     "data": ("['w']", lambda o, p, b: p["w"].data.clamp_(min=0)),
     "a view": ("['table']", lambda o, p, b: clamped(p["table"][1:].T)),
@@ -75,15 +74,15 @@ WRITES: dict[str, tuple[str, Callable[[World, Any, Any], Any]]] = {
 }
 
 
-def loss_of(of: World, write: Callable[[World, Any, Any], Any]) -> Callable[..., Tensor]:
-    def loss(p: Any, b: Any) -> Tensor:
+def loss_of(of, write):
+    def loss(p, b):
         write(of, p, b)
         return (b["x"] * p["w"] + F.embedding(b["i"], p["table"])).square().mean()
 
     return loss
 
 
-def _stream(step: Any, of: World) -> Any:
+def _stream(step, of):
     state = step.init(of.params)
     window = step.begin(state)
     for part in pa.microbatches(of.batch, 2):
@@ -91,11 +90,11 @@ def _stream(step: Any, of: World) -> Any:
     return step.apply(state, window)
 
 
-def _updated(acc: Any, of: World, donate: bool) -> Any:
+def _updated(acc, of, donate):
     return acc.finalize(acc.update(acc.init(of.params), of.params, of.batch, donate=donate))
 
 
-FORMS: dict[str, Callable[[Any, World, Any], Any]] = {
+FORMS = {
     "uncut": lambda f, o, e: pa.grad(f, engine=e)(o.params, o.batch),
     "cut": lambda f, o, e: pa.grad(f, microbatch_size=2, engine=e)(o.params, o.batch),
     "skip": lambda f, o, e: pa.grad(f, microbatch_size=2, engine=e, nonfinite="skip")(
@@ -113,7 +112,7 @@ FORMS: dict[str, Callable[[Any, World, Any], Any]] = {
         f, keep_batch_dim=True, engine={"func": "vmap"}.get(e, e)
     )(o.params, o.batch),
 }
-UNDER: dict[str, Callable[[Any, World], Any]] = {
+UNDER = {
     "vmap": lambda f, o: torch.func.vmap(pa.grad(f, microbatch_size=2), (0, None))(
         pa.stack([o.params]), o.batch
     ),
@@ -133,7 +132,7 @@ engines = pytest.mark.parametrize("engine", ["func", "autograd"])
         if form in ("uncut", "cut") or write in ("data", "captured")
     ],
 )
-def test_a_write_is_refused_before_it_happens(form: str, engine: Any, write: str) -> None:
+def test_a_write_is_refused_before_it_happens(form, engine, write):
     name, how = WRITES[write]
     of = world()
     loss = loss_of(of, how)
@@ -148,19 +147,19 @@ def test_a_write_is_refused_before_it_happens(form: str, engine: Any, write: str
 
 @pytest.mark.parametrize("under", UNDER)
 @pytest.mark.parametrize("write", ["clamp_", "data", "max_norm", "batch", "captured data"])
-def test_a_write_under_a_transform_is_refused_before_it_happens(under: str, write: str) -> None:
+def test_a_write_under_a_transform_is_refused_before_it_happens(under, write):
     of = world()
     with unchanged(of), pytest.raises(RuntimeError):  # ours, or what torch.func says before
         UNDER[under](loss_of(of, WRITES[write][1]), of)
 
 
 @engines
-def test_a_write_to_inference_tensors_is_refused(engine: Any) -> None:
+def test_a_write_to_inference_tensors_is_refused(engine):
     """They count no versions."""
     with torch.inference_mode():
         of = world()
 
-    def loss(p: Any, b: Any) -> Tensor:
+    def loss(p, b):
         of.captured.add_(1)
         return p["w"].square().sum()
 
@@ -169,12 +168,12 @@ def test_a_write_to_inference_tensors_is_refused(engine: Any) -> None:
 
 
 @forms
-def test_a_write_in_a_later_microbatch_raises(form: str) -> None:
+def test_a_write_in_a_later_microbatch_raises(form):
     """It has happened, and is seen by the versions of what was given and captured."""
     for write in ("clamp_", "captured", "batch in place"):
         of, calls = world(), []
 
-        def late(o: World, p: Any, b: Any, write: str = write, calls: Any = calls) -> None:
+        def late(o, p, b, write=write, calls=calls):
             read = o.captured.sum()
             if not is_dropped():
                 calls.append(read)
@@ -193,10 +192,10 @@ def test_a_write_in_a_later_microbatch_raises(form: str) -> None:
             FORMS[form](loss, of, "autograd")
 
 
-def test_a_window_that_was_written_beside_is_spoiled() -> None:
+def test_a_window_that_was_written_beside_is_spoiled():
     of, calls = world(), []
 
-    def late(o: World, p: Any, b: Any) -> None:
+    def late(o, p, b):
         if not is_dropped():
             calls.append(1)
         if len(calls) > 1:
@@ -213,7 +212,7 @@ def test_a_window_that_was_written_beside_is_spoiled() -> None:
 # When it is looked at again -------------------------------------------------------------
 
 
-def test_a_new_mode_is_looked_at_again() -> None:
+def test_a_new_mode_is_looked_at_again():
     of = world()
     of.net.eval()
     loss = loss_of(of, WRITES["statistics"][1])
@@ -224,9 +223,9 @@ def test_a_new_mode_is_looked_at_again() -> None:
         gradient(of.params, of.batch)
 
 
-def test_a_new_mode_of_a_functional_is_looked_at_again() -> None:
+def test_a_new_mode_of_a_functional_is_looked_at_again():
     class Clamping(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if self.training:
                 self.weight.data.clamp_(min=0)
             return super().forward(x)
@@ -241,7 +240,7 @@ def test_a_new_mode_of_a_functional_is_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["flag", "dtype", "structure"])
-def test_a_new_kind_of_batch_is_looked_at_again(kind: str) -> None:
+def test_a_new_kind_of_batch_is_looked_at_again(kind):
     of = world()
     other = {
         "flag": {**of.batch, "late": True},
@@ -249,7 +248,7 @@ def test_a_new_kind_of_batch_is_looked_at_again(kind: str) -> None:
         "structure": {**of.batch, "more": of.batch["i"]},
     }[kind]
 
-    def write(o: World, p: Any, b: Any) -> None:
+    def write(o, p, b):
         if b["late"] or b["x"].dtype == torch.float64 or "more" in b:
             p["w"].data.clamp_(min=0)
 
@@ -264,7 +263,7 @@ def test_a_new_kind_of_batch_is_looked_at_again(kind: str) -> None:
 NORM = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5, inplace=True), nn.ReLU(inplace=True))
 FN = pa.functional(NORM)
 
-HARMLESS: dict[str, Callable[[World, Any, Any], Tensor]] = {
+HARMLESS = {
     "a clone": lambda o, p, b: b["x"].clone().clamp_(min=0).sum(),
     "zeros": lambda o, p, b: torch.zeros(5, 3).index_add_(0, b["i"], b["x"]).sum(),
     "new numbers": lambda o, p, b: torch.tensor([1.0, 2.0]).add_(1).sum(),
@@ -280,10 +279,10 @@ HARMLESS: dict[str, Callable[[World, Any, Any], Tensor]] = {
 
 @engines
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_write_to_what_the_loss_itself_has_made_is_let_through(name: str, engine: Any) -> None:
+def test_a_write_to_what_the_loss_itself_has_made_is_let_through(name, engine):
     of = world()
 
-    def loss(p: Any, b: Any) -> Tensor:
+    def loss(p, b):
         return HARMLESS[name](of, p, b) + (p["w"] * b["x"]).sum()
 
     results = []
@@ -299,7 +298,7 @@ def test_a_write_to_what_the_loss_itself_has_made_is_let_through(name: str, engi
 
 
 @pytest.mark.parametrize("form", ["step", "stream"])
-def test_a_write_in_a_compiled_step_is_refused_before_it_happens(form: str) -> None:
+def test_a_write_in_a_compiled_step_is_refused_before_it_happens(form):
     """In eager code, before a graph is made; in a graph nobody could see it."""
     of = world()
     batch = {k: v for k, v in of.batch.items() if k != "late"}
