@@ -1,187 +1,126 @@
-"""Outer transforms, and what they are compared with: the same transform of torch.func itself.
+"""What tests of several parts share: runs of what is public, how results are compared, onlookers."""
 
-Both sides are float64. The gradient over microbatches is a sum of pieces, and every transform
-here is linear in what it transforms, so an error is measured against the sum of the norms of the
-transformed pieces: ``sqrt(u)`` times that, which no cancellation can loosen.
-"""
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import optree
 import torch
-from hypothesis import strategies as st
-from torch import Tensor
-
-import pureaccum as pa
-from pureaccum.testing.strategies import seeds
-from tests.draws import generator
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
-U64 = 2.0**-53
-Function = Callable[..., Any]  # (params, batch) -> a tree of tensors
+ROOT = 2.0**-26  # sqrt(u) of float64: half of its digits, for two graphs of one function
 
 
-class Problem(NamedTuple):
-    """A smooth loss of one kind over a batch, cut in a way."""
-
-    kind: str
-    nonfinite: str
-    size: int
-    params: dict[str, Tensor]
-    batch: dict[str, Tensor]
-
-    def loss(self, params, batch):
-        out = total(params, batch)
-        if self.kind == "mean":
-            return out / batch["x"].shape[0]
-        return out if self.kind == "sum" else pa.Weighted(out, weight(batch))
-
-    @property
-    def knobs(self):
-        return {"reduction": "sum" if self.kind == "sum" else "mean", "nonfinite": self.nonfinite}
-
-    def gradient(self, params, batch):
-        return pa.grad(self.loss, microbatch_size=self.size, **self.knobs)(params, batch)
-
-    def streamed(self, params, batch):
-        """The same as a stream of microbatches, half of it in a state of its own."""
-        acc = pa.accumulator(self.loss, **self.knobs)
-        states = [acc.init(params), acc.init(params)]
-        for i, part in enumerate(pa.microbatches(batch, self.size)):
-            states[i % 2] = acc.update(states[i % 2], params, part, donate=i > 2)
-        return acc.finalize(acc.merge(*states))[0]
-
-    def value(self, params, batch):
-        reduction = self.knobs["reduction"]
-        return pa.value(self.loss, microbatch_size=self.size, reduction=reduction)(params, batch)
-
-    def whole(self, params, batch):
-        """The loss over the batch as one piece, as it is defined."""
-        return self.piece(slice(None))(params, batch)
-
-    def piece(self, rows):
-        """What some of the rows bring to it."""
-
-        def value(params, batch):
-            part = {key: column[rows] for key, column in batch.items()}
-            by = {"mean": batch["x"].shape[0], "sum": 1.0, "weighted": weight(batch)}
-            return total(params, part) / by[self.kind]
-
-        return value
-
-    def pieces(self):
-        rows = self.batch["x"].shape[0]
-        return [self.piece(slice(i, i + self.size)) for i in range(0, rows, self.size)]
-
-    def check(self, transform, ours="gradient"):
-        """That a transform of ours is what it is of torch's, to the bound."""
-        unsplit = (lambda f: f) if ours == "value" else torch.func.grad
-        self.compare(
-            transform(getattr(self, ours))(self.params, self.batch),
-            transform(unsplit(self.whole))(self.params, self.batch),
-            [transform(unsplit(f))(self.params, self.batch) for f in self.pieces()],
-        )
-
-    @staticmethod
-    def compare(got, want, terms):
-        xs, spec = optree.tree_flatten(got)
-        ys, other = optree.tree_flatten(want)
-        assert spec == other
-        scales = zip(*([leaf.norm() for leaf in optree.tree_leaves(t)] for t in terms), strict=True)
-        for x, y, scale in zip(xs, ys, scales, strict=True):
-            assert x.shape == y.shape
-            assert x.dtype == y.dtype == torch.float64
-            assert (x - y).norm() <= U64**0.5 * sum(scale)
+def normal(*shape, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random, dtype=torch.float64)
 
 
-def total(params, batch):
-    out = torch.tanh(batch["x"] @ params["w"] + params["b"])
-    return (batch["mask"] * ((out - batch["y"]) ** 2).sum(-1)).sum()
+def fits(w, x):
+    """A loss that is the mean of its rows."""
+    return ((x @ w) ** 2).mean()
 
 
-def weight(batch):
-    """Depends on the batch; times the square of what a transform may scale the batch with."""
-    return (batch["mask"] * batch["scale"] ** 2).sum()
+def end(z):
+    """A number of which each depends on all rows, in any program of rows."""
+    return (z @ z.T).sin().sum()
 
 
-def make(kind, nonfinite, seed, rows, size):
-    g = generator(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    mask = torch.randint(0, 4, (rows,), generator=g).double()
-    mask[0] = 1.0
-    ones = torch.ones(rows, dtype=torch.float64)
-    batch = {
-        "x": normal(rows, 3),
-        "y": normal(rows, 2),
-        "mask": mask if kind == "weighted" else ones,
-        "scale": ones,
-    }
-    return Problem(kind, nonfinite, size, {"w": normal(3, 2), "b": normal(2)}, batch)
+# Runs ------------------------------------------------------------------------------------------
 
 
-kinds = st.sampled_from(["mean", "sum", "weighted"])
-policies = st.sampled_from(["propagate", "skip"])
-problems = st.builds(make, kinds, policies, seeds(), st.integers(1, 7), st.integers(1, 8))
+def leaf(x):
+    return x.detach().clone().requires_grad_()
 
 
-# The transforms: each turns a function of (params, batch) into another one ------------------
-
-FACTORS = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
-
-
-def stretched(batch, factor):
-    """Other inputs and other weights."""
-    return {**batch, "x": batch["x"] * factor, "scale": batch["scale"] * factor}
+def pulled(f, *xs, **knobs):
+    """The gradients of a number by plain autograd, with respect to all that is given."""
+    leaves = [leaf(x) for x in xs]
+    found = torch.autograd.grad(f(*leaves), leaves, **knobs)
+    return found if len(found) > 1 else found[0]
 
 
-def times(params, factor):
-    return {name: param * factor for name, param in params.items()}
+def once(step, params, *batch, **knobs):
+    """The first step of a run."""
+    return step(step.init(params, **knobs), *batch)
 
 
-def tangent(tree):
-    return optree.tree_map(lambda x: torch.arange(x.numel()).view(x.shape).cos().to(x), tree)
+def in_parts(acc, params, parts, donate=False):
+    """The state of an accumulator over a stream."""
+    state = acc.init(params)
+    for part in parts:
+        state = acc.update(state, params, part, donate=donate)
+    return state
 
 
-def functional(tree):
-    """A tree as one number, linearly."""
-    pairs = zip(optree.tree_leaves(tree), optree.tree_leaves(tangent(tree)), strict=True)
-    return sum((x * t).sum() for x, t in pairs)
+def in_a_window(step, state, parts):
+    """A step over a stream."""
+    window = step.begin(state)
+    for part in parts:
+        window = step.update(state, window, part)
+    return step.apply(state, window)
 
 
-def vmap_params(f):
-    return lambda p, b: torch.func.vmap(lambda c: f(times(p, c), b))(FACTORS)
+def drawing(run, seed=0):
+    """A result, and where it leaves torch's generator."""
+    torch.manual_seed(seed)
+    return run(), torch.get_rng_state()
 
 
-def vmap_batch(f):
-    return lambda p, b: torch.func.vmap(lambda c: f(p, stretched(b, c)))(FACTORS)
+def together(*works):
+    """What functions give that begin at once, each in a thread of its own."""
+    ready = Barrier(len(works))
+
+    def begun(work):
+        ready.wait()
+        return work()
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(begun, works))
 
 
-def vmap_both(f):
-    return lambda p, b: torch.func.vmap(lambda c: f(times(p, c), stretched(b, c)))(FACTORS)
+# Results ---------------------------------------------------------------------------------------
 
 
-def grad(f):
-    return torch.func.grad(lambda p, b: functional(f(p, b)))
+def near(got, want, bound=ROOT, floor=0.0, name=""):
+    """That two trees are one, leaf by leaf, up to so much of a leaf's norm and of ``floor``."""
+    xs, spec = optree.tree_flatten(got, namespace="pureaccum")
+    ys, other = optree.tree_flatten(want, namespace="pureaccum")
+    assert spec == other
+    for x, y in zip(xs, ys, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert (x - y).norm() <= bound * (floor + y.norm()), name
 
 
-def grad_batch(f):
-    return lambda p, b: torch.func.grad(lambda x: functional(f(p, {**b, "x": x})))(b["x"])
+def near_together(got, want, bound=ROOT):
+    """Against the norm of all leaves: a gradient that is zero is one only up to the bound."""
+    xs, spec = optree.tree_flatten(got)
+    ys, other = optree.tree_flatten(want)
+    assert spec == other
+    assert [x.shape for x in xs] == [y.shape for y in ys]
+    size = torch.stack([y.norm() for y in ys]).norm()
+    assert size > 0
+    assert torch.stack([(x - y).norm() for x, y in zip(xs, ys, strict=True)]).norm() <= bound * size
 
 
-def jvp(f):
-    return lambda p, b: torch.func.jvp(lambda p: f(p, b), (p,), (tangent(p),))[1]
+# Onlookers -------------------------------------------------------------------------------------
 
 
-def jacrev(f):
-    return lambda p, b: torch.func.jacrev(lambda bias: f({**p, "b": bias}, b))(p["b"])
+class Operations(TorchDispatchMode):
+    """Hands every operation on, and notes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
 
 
-def jacfwd(f):
-    return lambda p, b: torch.func.jacfwd(lambda bias: f({**p, "b": bias}, b))(p["b"])
+class Functions(TorchFunctionMode):
+    """Hands every function of torch on."""
 
-
-TRANSFORMS = (vmap_params, vmap_batch, vmap_both, grad, grad_batch, jvp, jacrev, jacfwd)
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import examples
 from tests.exactly import SUM, WEIGHTED, full_batch, make_batch, make_params
-from tests.problems import TRANSFORMS, jvp, make, problems, tangent
+from tests.outer import TRANSFORMS, jvp, make, problems, tangent
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
-from tests.problems import make, policies, problems, total
+from tests.outer import make, policies, problems, total
 
 
 pytestmark = pytest.mark.transforms

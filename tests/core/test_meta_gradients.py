@@ -22,7 +22,7 @@ from torch.func import grad, jacfwd, jvp, vmap
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
-from tests.problems import U64, Problem, tangent
+from tests.outer import U64, Problem, tangent
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]

@@ -24,7 +24,7 @@ from pureaccum.testing.strategies import compositions, seeds
 from tests.core.coupled import FAMILIES, batch_of, params_of, pieces
 from tests.draws import examples, generator
 from tests.exactly import integers
-from tests.problems import TRANSFORMS
+from tests.outer import TRANSFORMS
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]

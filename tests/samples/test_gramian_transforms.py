@@ -14,7 +14,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
-from tests.problems import TRANSFORMS, U64, Problem, make
+from tests.outer import TRANSFORMS, U64, Problem, make
 
 
 pytestmark = pytest.mark.transforms

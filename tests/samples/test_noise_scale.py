@@ -20,7 +20,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, histories, pieces, seeds
 from tests.draws import examples, generator
-from tests.problems import U64, Problem, make, total, weight
+from tests.outer import U64, Problem, make, total, weight
 from tests.refusals import refused
 from tests.rounding import UNIT, gamma
 

@@ -17,7 +17,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
-from tests.problems import TRANSFORMS, U64, Problem, kinds, make, total, weight
+from tests.outer import TRANSFORMS, U64, Problem, kinds, make, total, weight
 
 
 pytestmark = pytest.mark.transforms
