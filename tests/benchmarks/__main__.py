@@ -1,187 +1,175 @@
-"""``python -m tests.benchmarks [--quick | --full] [--only PART] [--row TEXT] [--json FILE]``.
+"""``python -m tests.benchmarks [--full] [--only PART] [--row TEXT] [--json FILE]``.
 
-Rule: memory first, in processes of its own, several at a time; then the clock, alone and pinned.
+Rule: memory first, in processes of its own, several at a time; then the clock, alone and pinned. Of
+the machine kinds and versions are noted only, no names of machines, users or folders.
 """
 
 import argparse
+import json
 import os
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 
+import optree
 import torch
 
-from . import chosen, clock, memory, plan, plot, ratios, report
-from .facts import facts
-from .first_call import first_call
-from .models import SIZES
-from .ranks import KINDS, OURS, talk
-from .ranks_of_pairs import APART, PAIRS_OF_RANKS, pairs_of_ranks
-from .saving import MEGABYTES, SAVE, saving
-from .syncs import syncs
+import pureaccum
+
+from . import clock, process, ranks, report, rows
+from .models import Model, gpt
+from .table import COMPILED, HAND, PARTS, SECONDS, WINDOWS
+
+
+Numbers = dict[tuple[Model, str], dict]
 
 
 def main() -> None:
     options = arguments()
-    full, size = options.full, options.size
     machine = facts()  # before our own work shows in its load
-    if options.plot:
-        plot.check()  # before the minutes, not after them
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    peaks, firsts, checks, cells, saves = [], [], [], [], []
-    for device in devices:
-        if options.only in (None, "memory"):
-            peaks += plan.peaks(full, device) + plan.step_peaks(full, device)
-        if options.only in (None, "memory", "microbatch"):
-            peaks += plan.coupled_peaks(full, device)
-        if options.only in (None, "memory", "samples"):
-            peaks += plan.sample_peaks(device)
-        if options.only in (None, "memory", "batch"):
-            peaks += plan.growth_peaks(device)
-        if options.only in (None, "memory", "curvature"):
-            peaks += plan.curvature_peaks(device)
-        if options.only in (None, "time", "curvature"):
-            cells += plan.curvature_cells(device)
-        if options.only in (None, "time"):
-            cells += plan.cells(full, device)
-        if options.only in (None, "time", "step"):
-            cells += plan.step_cells(full, device, size)
-            checks += plan.sync_checks(device, size)
-        if options.only in (None, "time", "programs"):
-            cells += plan.program_cells(full, device, size)
-        if options.only in (None, "time", "microbatch"):
-            cells += plan.coupled_cells(full, device)
-        if options.only in (None, "time", "samples"):
-            cells += plan.sample_cells(full, device)
-        if options.only in (None, "time", "checkpoint"):
-            saves.append(device)
-    if options.only in (None, "time", "compile"):
-        firsts = plan.first_calls(full)
-    talks = KINDS if options.only in (None, "time", "ranks") else ()
-    paired = bool(talks)
-    if (text := options.row) is not None:
-        peaks, cells = chosen.peaks(peaks, text), [*chosen.cells(cells, text)]
-        firsts, checks = chosen.ones(firsts, text), chosen.ones(checks, text)
-        saves = [device for device in saves if text in f"{SAVE}, {MEGABYTES} MB of float32"]
-        talks = [kind for kind in talks if text in f"{OURS}, {kind}"]
-        paired = paired and text in f"{APART}, {PAIRS_OF_RANKS}"
-        if not any((peaks, cells, firsts, checks, saves, talks, paired)):
-            raise SystemExit(f"--row: no row has {text!r} in its name or its place.")
-
     begin = perf_counter()
-    with report.progress(sum(map(len, (peaks, firsts, checks, cells, saves, talks)))) as done:
-        peaks = run_peaks(peaks, done)
-        saved = {}
-        for device in saves:  # before we are pinned: whoever saves may use what there is
-            saved[device] = saving(device)
-            done(f"saving, {device}")
-        talked = {}
-        for kind in talks:  # two processes, which need not share a core
-            talked[kind] = talk(kind)
-            done(f"ranks, {kind}")
-        paired = pairs_of_ranks() if paired else None
-        core = clock.pin()
-        firsts = run(firsts, first_call, "first call", done)
-        checks = run(checks, syncs, "syncs", done)
-        races = []
-        for cell in cells:
-            race = clock.race_keeping_memory if cell.keeping else clock.race
-            races.append((cell, race(cell.model, cell.contenders, cell.device, cell.seconds)))
-            done(f"time, {cell.device}, {cell}")
-
-    rows = [*ratios.memory_rows(peaks), *ratios.first_call_rows(firsts), *ratios.sync_rows(checks)]
-    rows += [*ratios.saving_rows(saved), *ratios.rank_rows(talked), *ratios.time_rows(races)]
-    rows += ratios.pairs_of_ranks_rows(paired) if paired else ()
-    rows += ratios.mean_rows(rows)
-    report.show(rows)
+    every = []
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        every += measured(options, device)
+    if not every:
+        raise SystemExit(f"--row: no row has {options.row!r} in its name or its place.")
+    every += rows.mean_rows(every)
+    report.show(every)
     print(f"{perf_counter() - begin:.0f} seconds")
-    if options.plot:
-        plot.draw(rows, machine, options.plot)
     if options.json:
         content = {
-            "facts": machine | {"threads": torch.get_num_threads(), "core": core},
-            "plan": "full" if full else "quick",
-            "rows": [row._asdict() | {"reached": row.reached} for row in rows],
-            "memory": [named(peak) | result for peak, result in peaks.items()],
-            "first calls": [named(one) | result for one, result in firsts.items()],
-            "syncs": [named(one) | result for one, result in checks.items()],
-            "saving": saved,
-            "ranks": [{"model": str(kind)} | result for kind, result in talked.items()],
-            "pairs of ranks": paired,
-            "time": [named(cell) | result for cell, result in races],
+            "facts": machine | {"threads": torch.get_num_threads()},
+            "plan": "full" if options.full else "quick",
+            "rows": [row._asdict() | {"reached": row.reached} for row in every],
         }
-        report.save(options.json, content)
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def run(
-    ones: Sequence[plan.One], measure: Callable[..., dict], name: str, done
-) -> dict[plan.One, dict]:
-    """One after the other."""
-    results = {}
-    for one in ones:
-        results[one] = measure(one.model, one.contender, one.device)
-        done(f"{name}, {one.device}, {one.model}, {one.contender}")
-    return results
+def measured(options: argparse.Namespace, device: str) -> list[rows.Row]:
+    """All rows that are asked for, on one device."""
+    full, text = options.full, options.row
+    pairs = rows.pairs_of(options.only, text, full)
+    if device == "cuda":  # a GPT in half precision in place of what a CPU is given
+        windows = tuple(gpt("small", 4, 8, precision) for precision in ("bf16", "fp16"))
+        pairs = [x._replace(where=windows) if x.where == WINDOWS else x for x in pairs]
+
+    def asked(part: str, *names: str) -> bool:
+        """Whether a row that is no pair is asked for."""
+        return options.only in (None, part) and (text is None or any(text in x for x in names))
+
+    races, peaks = rows.races(pairs), rows.peaks(pairs)
+    growing = rows.growing() if asked("batch", "the whole batch") else []
+    flat = [*product(rows.FLAT, rows.flat(full))] if asked("gradients", "64 microbatches") else []
+    calls: list[tuple[Model, str]] = []
+    if device == "cpu" and asked("steps", f"{COMPILED}, {rows.MANY_CALLS}"):
+        calls = [*product((rows.FEW, rows.MANY_CALLS), rows.compiling(full))]
+    checks: list[tuple[Model, str]] = []
+    if device == "cuda" and asked("steps", "syncs"):
+        checks = [*product(windows, (HAND, "default step", "func step", COMPILED))]
+    saves = asked("checkpoint", f"{clock.SAVE}, {clock.MEGABYTES} MB of float32")
+    kinds = [x for x in ranks.KINDS if device == "cpu" and asked("ranks", f"{ranks.OURS}, {x}")]
+    paired = device == "cpu" and asked("ranks", f"{ranks.APART}, {ranks.PAIRS_OF_RANKS}")
+
+    total = len(races) + len(calls) + len(checks) + len({*peaks, *growing, *flat})
+    with report.progress(total) as done:
+        numbers = of_processes({*peaks, *growing, *flat}, process.peak, device, done)
+        found = [*rows.memory_rows(pairs, numbers, device)]
+        found += rows.growth_rows({key: numbers[key] for key in growing}, device)
+        found += rows.flat_rows({key: numbers[key] for key in flat}, device)
+        # Before we are pinned: whoever saves may use what there is, and ranks need two cores.
+        found += [rows.saving_row(clock.saving(device), device)] if saves else []
+        found += rows.rank_rows({kind: ranks.talk(kind) for kind in kinds})
+        found += rows.pairs_of_ranks_rows(ranks.pairs_of_ranks()) if paired else []
+        process.pin()
+        found += rows.first_call_rows(one_by_one(calls, process.first_call, device, done))
+        found += rows.sync_rows(one_by_one(checks, clock.syncs, device, done), device)
+        results = {}
+        for race in races:
+            run = clock.race_keeping_memory if race.keeping else clock.race
+            seconds = 20.0 if full else SECONDS[race.part]
+            results[race] = run(race.model, race.contenders, device, seconds)
+            done(f"time, {device}, {race}")
+        found += rows.time_rows(pairs, results, device)
+    return found
 
 
-def run_peaks(peaks: list[plan.Peak], done) -> dict[plan.Peak, dict]:
+def one_by_one(keys: Iterable, measure: Callable, device: str, done) -> Numbers:
+    numbers = {}
+    for model, name in keys:
+        numbers[model, name] = measure(model, name, device)
+        done(f"{device}, {model}, {name}")
+    return numbers
+
+
+def of_processes(
+    keys: Iterable[tuple[Model, str]], measure: Callable, device: str, done
+) -> Numbers:
     """Side by side: one process does not change the memory of another."""
     # Not more, however many cores: each may hold a gigabyte.
-    workers = min(4, os.cpu_count() or 1)
-
-    def one(peak: plan.Peak) -> dict:
-        result = memory.peak(peak.model, peak.contender, peak.device)
-        done(f"memory, {peak.device}, {peak.regime}, {peak.model}, {peak.contender}")
-        return result
-
-    with ThreadPoolExecutor(workers) as pool:
-        return dict(zip(peaks, pool.map(one, peaks), strict=True))
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return dict(
+            pair
+            for one in pool.map(lambda key: one_by_one([key], measure, device, done), keys)
+            for pair in one.items()
+        )
 
 
-def named(item: plan.Cell | plan.Peak | plan.One) -> dict:
-    return item._asdict() | {"model": item.model._asdict()}
+OPTIONAL = ("accelerate", "jax", "lightning", "opacus", "optax", "safetensors", "torchopt")
+
+
+def facts() -> dict:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu(),
+        "cores": os.cpu_count(),
+        "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "optree": optree.__version__,
+        "pureaccum": pureaccum.__version__,
+        **{name: installed(name) for name in OPTIONAL},
+    }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = (
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            )
+            return next(names, "unknown")
+    except OSError:
+        return platform.processor() or "unknown"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--quick", action="store_true", help="about half an hour (the default)")
-    length.add_argument("--full", action="store_true", help="every width, row count and window")
-    parser.add_argument(
-        "--only",
-        choices=(
-            "time",
-            "memory",
-            "step",
-            "programs",
-            "compile",
-            "microbatch",
-            "samples",
-            "curvature",
-            "checkpoint",
-            "ranks",
-            "batch",
-        ),
-        help="leave out the rest; step: only the time of whole steps, programs: of "
-        "programs that people have written, compile: of first calls, "
-        "microbatch: time and memory of what is computed in microbatches (rows that are coupled, a "
-        "head, derivatives of derivatives), and of remat, samples: of single samples' gradients, "
-        "and the time of many runs as one, curvature: of products with Hessians and their kin, "
-        "checkpoint: of saving, ranks: what two ranks say to one another in a step, and its time, "
-        "batch: memory, the larger the batch",
-    )
+    parser.add_argument("--full", action="store_true", help="every width, row count and window")
+    parser.add_argument("--only", choices=PARTS, help="one table of the page, its time and memory")
     parser.add_argument(
         "--row",
         metavar="TEXT",
         help="only rows with this text in 'who, where', and what they stand beside: --row "
         "'tiled head'; --row 'default step, 2 x 16 wide'",
     )
-    parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="every raw number, for tests.benchmarks.page"
+        "--json", type=Path, metavar="FILE", help="every row, for tests.benchmarks.report"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a figure of the whole steps")
     return parser.parse_args()
 
 

@@ -1,7 +1,8 @@
-"""The time of one microbatch.
+"""The time of one microbatch; that of saving a tree; and whether a step waits for the device.
 
 Rule: contenders take turns within one process, pinned to one core, after a warm-up; what counts is
-the ratio *within* a round, so that a machine which slows down slows both sides.
+the ratio *within* a round, so that a machine which slows down slows both sides. Saving takes the
+time of the wall, for which both sides wait: the disk is in it.
 
 glibc gives freed memory back to the kernel by rules that depend on what else lies in the heap, and
 getting it again costs a page fault for every 4 KiB. So page faults are counted beside the time, and
@@ -16,13 +17,17 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
-from .apart import answer, ask, why
-from .contenders import CONTENDERS, Window, read
-from .models import Model, Problem, build
+import pureaccum as pa
+
+from .models import Absent, Grads, Model, Problem, Training, build, optional, read
+from .process import answer, ask, pin, why
+from .table import CONTENDERS
 
 
 try:
@@ -30,26 +35,23 @@ try:
 except ImportError:  # not on Windows
     resource = None
 
+
 FEWEST, MOST = 7, 200  # rounds
+
+
 # Calls before the clock starts, or seconds. The first imports, compiles and fills caches; the
 # second may compile again, since it is given what the first has made.
 WARM, WARM_SECONDS = 4, 1.0
+
+
 # Seconds that a turn takes at least. Called once, a short step would find its neighbour's data in
 # the caches of the core, where training finds its own (2 to 3 times as slow, for the shortest): it
 # is called until this is over, and the mean counts.
 TURN = 20e-3
+
+
 # 32 MiB is the most that glibc takes for the second.
 KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-
-
-def pin() -> int | None:
-    """One thread, on one core where the system lets us say so; returns the core."""
-    torch.set_num_threads(1)
-    if not hasattr(os, "sched_setaffinity"):
-        return None
-    core = max(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {core})
-    return core
 
 
 def clock(device: str) -> float:
@@ -67,7 +69,7 @@ def race(model: Model, names: Sequence[str], device: str, seconds: float) -> dic
     """
     torch.compiler.reset()  # a graph of another race must not make this one's shapes dynamic
     problem = build(model, device)
-    windows: dict[str, Window] = {}
+    windows: dict[str, Grads | Training] = {}
     calls_of: dict[str, int] = {}
     failures: dict[str, str] = {}
     reference: dict[str, torch.Tensor] = {}
@@ -114,7 +116,7 @@ def race(model: Model, names: Sequence[str], device: str, seconds: float) -> dic
     return {"seconds": seconds_of, "faults": faults_of, "failures": failures}
 
 
-def warm(window: Window, problem: Problem, device: str, first: float) -> int:
+def warm(window: Grads | Training, problem: Problem, device: str, first: float) -> int:
     """Call the window until that makes it no faster; returns how often to call it in a turn."""
     calls = [first]
     while len(calls) < WARM and not settled(calls):
@@ -161,6 +163,65 @@ def distance(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor])
     """The norm of the difference, relative to the reference."""
     off = sum((grads[name].double() - g).square().sum() for name, g in reference.items())
     return float((off / sum(g.double().square().sum() for g in reference.values())).sqrt())
+
+
+SAVE, SAFETENSORS = "save", "safetensors, fsync"
+
+
+MEGABYTES = 640
+
+
+TURNS = 15
+
+
+def saving(device: str) -> dict:
+    """``{"seconds": {name: one number a turn}}``, or ``{"failure": why}``."""
+    try:
+        save_file = optional("safetensors.torch").save_file
+    except Absent as error:
+        return {"failure": why(error)}
+    tree = {f"w{i}": torch.randn(2**22, device=device) for i in range(MEGABYTES * 10**6 // 2**24)}
+
+    def synced(path: Path) -> None:
+        save_file(tree, path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    sides: dict[str, Callable[[Path], None]] = {
+        SAVE: lambda path: pa.save(path, tree),
+        SAFETENSORS: synced,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    order, shuffle = list(sides), random.Random(0).shuffle
+    with TemporaryDirectory() as folder:
+        for turn in range(TURNS + 1):
+            shuffle(order)
+            for name in order:
+                path = Path(folder) / name
+                path.unlink(missing_ok=True)
+                start = time.perf_counter()
+                sides[name](path)
+                if turn:  # the first warms up
+                    seconds[name].append(time.perf_counter() - start)
+    return {"seconds": seconds}
+
+
+def syncs(model: Model, name: str, device: str) -> dict:
+    """``{"syncs": 0}``, or ``{"failure": why}``."""
+    try:
+        problem = build(model, device)
+        training = CONTENDERS[name](problem)
+        for _ in range(3):
+            training(problem.batch)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            training(problem.batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    except Exception as error:
+        return {"failure": why(error)}
+    return {"syncs": 0}
 
 
 if __name__ == "__main__":

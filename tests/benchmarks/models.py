@@ -1,25 +1,36 @@
-"""The models that are measured: a stack of square layers, a small convnet, a GPT, and networks.py.
+"""What is measured: models, each with its batch and its arithmetic named by a few numbers.
 
-Rule: plain modules, each with its batch and its arithmetic named by a few numbers.
+Rule: plain modules, as their users write them; nothing here knows of microbatches. Other packages
+are optional, imported when a contender is built and not before; who is missing is named.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .networks import Residual, Tokens, Towers, convolutions, dense, grouped, resnet
-
 
 Batch = tuple[Tensor, Tensor]
 
+
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 CLASSES = 10  # of images
+
+
 WORDS = 8192  # of a head
+
+
 BEFORE, AFTER = 256, 128  # the widths of what towers are given, and of what they give
+
+
 VOCABULARY, LENGTH = 1000, 32  # of the texts that are classified
 
 
@@ -307,3 +318,145 @@ class GPT(nn.Module):
         places = torch.arange(tokens.shape[-1], device=tokens.device)
         x = self.blocks(self.tokens(tokens) + self.places(places))
         return F.linear(self.norm(x), self.tokens.weight)
+
+
+Grads = Callable[[Batch], dict[str, Tensor]]
+Read = Callable[[], dict[str, Tensor]]
+Training = Callable[[Batch], Read]
+
+
+def taken(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """The gradients; ``zero_grad(set_to_none=True)`` is done here, so that nothing stays behind."""
+    grads = {name: parameter.grad for name, parameter in named}
+    for _, parameter in named:
+        parameter.grad = None
+    return grads
+
+
+def read(got: dict[str, Tensor] | Read) -> dict[str, Tensor]:
+    """A gradient is given as it is, the parameters of a training run to whoever asks for them."""
+    return got() if callable(got) else got
+
+
+def parts(batch: Batch, rows: int) -> Iterable[Batch]:
+    """The microbatches, by torch alone."""
+    return zip(*(t.split(rows) for t in batch), strict=True)
+
+
+class Absent(Exception):
+    def __str__(self) -> str:
+        return f"absent: {self.args[0]}"
+
+
+def optional(module: str) -> ModuleType:
+    """The module, of a package that need not be installed."""
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:  # it is there, and broken
+            raise
+        raise Absent(f"{package} is not installed") from None
+
+
+def convolutions(width: int, depth: int, classes: int) -> nn.Module:
+    """Convolution, BatchNorm and ReLU, ``depth`` times."""
+    layers: list[nn.Module] = []
+    for n in range(depth):
+        layers += [convolution(width if n else 3, width), nn.BatchNorm2d(width), nn.ReLU(True)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)]
+    return nn.Sequential(*layers)
+
+
+def resnet(width: int, classes: int) -> nn.Module:
+    """ResNet-18 for small images: torchvision's but for the stem, which keeps their size."""
+    layers: list[nn.Module] = [convolution(3, width), nn.BatchNorm2d(width), nn.ReLU(True)]
+    channels = width
+    for n in range(4):
+        layers += [Basic(channels, width * 2**n, stride=2 if n else 1)]
+        channels = width * 2**n
+        layers += [Basic(channels, channels)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return nn.Sequential(*layers)
+
+
+class Basic(nn.Module):
+    """torchvision's ``BasicBlock``."""
+
+    def __init__(self, before: int, channels: int, stride: int = 1):
+        super().__init__()
+        self.conv1, self.bn1 = convolution(before, channels, stride), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = convolution(channels, channels), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(True)
+        self.downsample = None
+        if stride != 1 or before != channels:
+            one = nn.Conv2d(before, channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(one, nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+def convolution(before: int, channels: int, stride: int = 1) -> nn.Module:
+    return nn.Conv2d(before, channels, 3, stride, padding=1, bias=False)
+
+
+class Towers(nn.Module):
+    """A tower for queries and one for passages; a row of each makes a pair."""
+
+    def __init__(self, inputs: int, width: int, depth: int, outputs: int):
+        super().__init__()
+        widths = [inputs, *[width] * (depth - 1), outputs]
+        self.queries, self.passages = tower(widths), tower(widths)
+
+    def forward(self, queries: Tensor, passages: Tensor) -> tuple[Tensor, Tensor]:
+        return self.queries(queries), self.passages(passages)
+
+
+def tower(widths: list[int]) -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Residual(nn.Module):
+    """The MLP of a transformer, beside an identity."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def dense(inputs: int, width: int, classes: int) -> nn.Module:
+    widths = [(inputs, width), (width, width), (width, classes)]
+    first, second, last = (nn.Linear(*w) for w in widths)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+
+
+def grouped(width: int, classes: int) -> nn.Module:
+    """Two convolutions, the second under GroupNorm; images of 32 by 32 become 8 by 8."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(width, 2 * width, 3, padding=1), nn.GroupNorm(4, 2 * width)),
+        *(nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2 * width * 64, classes)),
+    )
+
+
+class Tokens(nn.Module):
+    """An embedding and a residual MLP, averaged over tokens."""
+
+    def __init__(self, vocabulary: int, width: int, classes: int):
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(vocabulary, width), Residual(width)
+        self.out = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.block(self.embedding(tokens)).mean(1))

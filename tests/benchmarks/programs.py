@@ -22,9 +22,8 @@ from torch.func import functional_call, grad, vmap
 
 import pureaccum as pa
 
-from .absent import optional
-from .models import HALVES, Batch, Problem
-from .steps import ADAMW, Read, Training, reader
+from .models import HALVES, Batch, Problem, Read, Training, optional, parts
+from .steps import ADAMW, reader
 
 
 # nanoGPT's train.py ----------------------------------------------------------------------------
@@ -53,7 +52,7 @@ def train_py(problem: Problem) -> Training:
         nonlocal step
         for group in optimizer.param_groups:
             group["lr"] = rate_by_hand(step)
-        for x, y in zip(*(t.split(rows) for t in batch), strict=True):
+        for x, y in parts(batch, rows):
             scaler.scale(forward(x, y) / k).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
@@ -107,7 +106,7 @@ def mnist(problem: Problem) -> Training:
     optimizer = torch.optim.AdamW(net.parameters(), **ADAMW)
 
     def training(batch: Batch) -> Read:
-        for x, y in zip(*(t.split(rows) for t in batch), strict=True):
+        for x, y in parts(batch, rows):
             (problem.criterion(net(x), y) / k).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -130,7 +129,7 @@ def our_mnist(problem: Problem, *, streamed: bool = False) -> Training:
         nonlocal state
         if streamed:
             window = step.begin(state)
-            for microbatch in zip(*(t.split(rows) for t in batch), strict=True):
+            for microbatch in parts(batch, rows):
                 window = step.update(state, window, microbatch)
             state, _ = step.apply(state, window)
         else:
@@ -164,7 +163,7 @@ def lbfgs(problem: Problem) -> Training:
         def closure() -> Tensor:
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float64)
-            for x, y in zip(*(t.split(rows) for t in batch), strict=True):
+            for x, y in parts(batch, rows):
                 loss = problem.criterion(net(x), y) / k
                 loss.backward()
                 total += loss.detach()
@@ -213,7 +212,7 @@ def ensembling(problem: Problem) -> Training:
     optimizer = torch.optim.AdamW(params.values(), **ADAMW)
 
     def training(batch: Batch) -> Read:
-        for x, y in zip(*(t.split(rows) for t in batch), strict=True):
+        for x, y in parts(batch, rows):
             for name, g in gradient(params, (x, y)).items():
                 before = params[name].grad
                 params[name].grad = g / k if before is None else before.add_(g, alpha=1 / k)
@@ -276,23 +275,17 @@ def by_our_steps(problem: Problem, *, cut: bool = False) -> ThroughSteps:
     return lambda batch: {"rate": grad(after)(torch.tensor(0.01), batch)}
 
 
-TRAIN_PY, OUR_TRAIN_PY = "train.py, by hand", "train.py, make_step"
-MNIST, OUR_MNIST, STREAMED_MNIST = "mnist, by hand", "mnist, make_step", "mnist, streamed"
-ENSEMBLING, OUR_ENSEMBLING = "ensembling, by hand", "ensembling, vmap(step)"
-HIGHER, THROUGH, THROUGH_CUT = "higher", "higher, by steps", "higher, by steps in microbatches"
-LBFGS, OUR_LBFGS = "torch.optim.LBFGS", "lbfgs"
-
 PROGRAMS: dict[str, Callable[[Problem], Training | ThroughSteps]] = {
-    TRAIN_PY: train_py,
-    OUR_TRAIN_PY: our_train_py,
-    MNIST: mnist,
-    OUR_MNIST: our_mnist,
-    STREAMED_MNIST: partial(our_mnist, streamed=True),
-    ENSEMBLING: ensembling,
-    OUR_ENSEMBLING: our_ensembling,
-    HIGHER: by_higher,
-    THROUGH: by_our_steps,
-    THROUGH_CUT: partial(by_our_steps, cut=True),
-    LBFGS: lbfgs,
-    OUR_LBFGS: our_lbfgs,
+    "train.py, by hand": train_py,
+    "train.py, make_step": our_train_py,
+    "mnist, by hand": mnist,
+    "mnist, make_step": our_mnist,
+    "mnist, streamed": partial(our_mnist, streamed=True),
+    "ensembling, by hand": ensembling,
+    "ensembling, vmap(step)": our_ensembling,
+    "higher": by_higher,
+    "higher, by steps": by_our_steps,
+    "higher, by steps in microbatches": partial(by_our_steps, cut=True),
+    "torch.optim.LBFGS": lbfgs,
+    "lbfgs": our_lbfgs,
 }

@@ -1,14 +1,18 @@
-"""Two ranks: what they say to one another in a step, and how long it takes.
+"""Two ranks: what they say to one another in a step, how long it takes, and the memory of a loss of
+all pairs.
 
 Rule: the loop is DistributedDataParallel with ``no_sync`` for all microbatches but the last. Both
 train the same model on the same rows in the same processes, in turns; what crosses the wire is what
-the system counts on its network interfaces meanwhile.
+the system counts on its network interfaces meanwhile. For a contrastive loss both cut their own
+rows into microbatches, and a rank scores its own rows against those of all, both ways; one process
+with all rows is measured beside them, in a process of its own, in float64.
 """
 
 import gc
 import sys
 import tempfile
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,17 +20,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import pureaccum as pa
+from pureaccum.distributed import gather, psum
 
-from .apart import answer, ask
+from .models import Batch, Towers
+from .process import RETURNING, answer, ask, high_water, reset
 
 
 OURS, DDP = "autograd step, group", "DDP, no_sync"
+
+
 COUNTED = "collectives", "bytes to them", "bytes on the wire"
+
+
 MICROBATCHES, ROWS = 8, 16
 
 
@@ -161,5 +172,82 @@ def _wire() -> int:
     return sum(int(line.split(":")[1].split()[0]) for line in lines)
 
 
+PAIRS, PAIRS_ROWS, TOWER_WIDTH, DEPTH, EMBEDDED = 4096, 32, 512, 4, 128
+
+
+PAIRS_OF_RANKS = f"two towers, {DEPTH} x {TOWER_WIDTH} wide, {PAIRS} pairs in {PAIRS_ROWS}s"
+
+
+APART, ALONE, DIFFERENCE = "one of two ranks", "one process", "difference"
+
+
+def pairs_of_ranks() -> dict[str, Any]:
+    """The bytes of a rank, those of one process, and how far gradients are off, relatively."""
+    return ask("ranks", env={"OMP_NUM_THREADS": "1"} | RETURNING)
+
+
+def measured_pairs() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (1, 2):
+            spawn(_rank_of_pairs, args=(world, folder), nprocs=world)
+        alone, first, second = (torch.load(Path(folder) / name) for name in ("01", "02", "12"))
+    off = [
+        (x - y).norm() / y.norm()
+        for rank in (first, second)
+        for x, y in zip(rank["grads"], alone["grads"], strict=True)
+    ]
+    peak = max(first["peak"], second["peak"])
+    return {
+        APART: {"peak": peak},
+        ALONE: {"peak": alone["peak"]},
+        DIFFERENCE: float(max(off)),
+    }
+
+
+def _rank_of_pairs(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = Towers(256, TOWER_WIDTH, DEPTH, EMBEDDED).double()
+    batch = tuple(torch.randn(PAIRS, 256, dtype=torch.float64) for _ in range(2))
+    if world > 1:
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        batch = tuple(x.chunk(world)[rank].clone() for x in batch)
+    fn = pa.functional(net)
+    embed = pa.microbatch(
+        lambda params, batch: fn.apply(params, fn.buffers, *batch)[0], microbatch_size=PAIRS_ROWS
+    )
+    loss = partial(of_ranks if world > 1 else of_all, embed)
+    # A step without a rate of its own: what changed in the parameters is the gradient.
+    step = pa.make_step(loss, pa.sgd(1.0), group=dist.group.WORLD if world > 1 else None)
+    state = step.init(fn.params)
+    step(state, batch)
+    before = reset("cpu")
+    new, _ = step(state, batch)
+    peak = high_water("cpu") - before
+    grads = [old - x for old, x in zip(state.params.values(), new.params.values(), strict=True)]
+    torch.save({"peak": peak, "grads": grads}, Path(folder) / f"{rank}{world}")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def of_all(embed: Any, params: Any, batch: Batch) -> Tensor:
+    x, y = map(F.normalize, embed(params, batch))
+    scores, own = x @ y.T / 0.05, torch.arange(len(x))
+    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+
+
+def of_ranks(embed: Any, params: Any, batch: Batch) -> Tensor:
+    x, y = map(F.normalize, embed(params, batch))
+    every_x, every_y = gather((x, y))
+    own = dist.get_rank() * len(x) + torch.arange(len(x))
+    both = F.cross_entropy(x @ every_y.T / 0.05, own, reduction="sum")
+    both = both + F.cross_entropy(y @ every_x.T / 0.05, own, reduction="sum")
+    return psum(both) / (2 * len(every_x))
+
+
 if __name__ == "__main__":
-    answer(measured, *map(int, sys.argv[1:]))
+    if sys.argv[1:]:
+        answer(measured, *map(int, sys.argv[1:]))
+    else:
+        answer(measured_pairs)

@@ -105,18 +105,17 @@ def steps(real: bool, compiled: bool = False) -> dict[str, dict[str, Any]]:
     import torch
 
     from tests.benchmarks.clock import race
-    from tests.benchmarks.memory import measure
     from tests.benchmarks.models import gpt
-    from tests.benchmarks.steps import COMPILED, HAND_STEP, OUR_STEPS
+    from tests.benchmarks.process import measure
 
-    names = (HAND_STEP, COMPILED) if compiled else (HAND_STEP, *OUR_STEPS)
-    if not real:  # by torch.func it needs the attention kernel of a GPU
-        names = (HAND_STEP, OUR_STEPS[0])
+    names = ("hand step", "compiled step" if compiled else "default step")
+    if real and not compiled:  # by torch.func it needs the attention kernel of a GPU
+        names = (*names, "func step")
     found: dict[str, dict[str, Any]] = {}
     for precision in ("bf16",) if compiled else ("fp16", "bf16"):
         model = gpt("small", 4, 8, precision) if real else gpt("tiny", 1, 2, precision)
         raced = race(model, names, "cuda", 20.0 if real else 0.0)
-        by_hand = raced["seconds"].get(HAND_STEP, [])
+        by_hand = raced["seconds"].get("hand step", [])
         for name in names:
             row: dict[str, Any] = {}
             if name in raced["failures"]:

@@ -1,7 +1,10 @@
-"""The contenders for the gradients of single samples, and for many training runs as one.
+"""The contenders for the gradient of one window, for the gradients of single samples, and for many
+training runs as one.
 
-Rule: as in ``contenders.py``. Whoever clips gives the sum of clipped gradients, so that what runs
-has agreed on it; Opacus does so with its own optimizer, which is asked for no noise and no step.
+Rule: each is the code that its user would write. A contender is given the problem once; what it
+returns takes the batch of a window, gives its gradients, and keeps nothing. Whoever clips gives the
+sum of clipped gradients, so that what runs has agreed on it; Opacus does so with its own optimizer,
+which is asked for no noise and no step.
 """
 
 import copy
@@ -11,19 +14,101 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, jacrev, vmap
 
 import pureaccum as pa
 
-from .absent import optional
-from .models import Batch, Problem
-from .norms import Grads
-from .steps import ADAMW, Training
+from .models import Batch, Grads, Problem, Training, optional, parts
+from .steps import ADAMW
+
+
+def hand(problem: Problem) -> Grads:
+    """The loop over an ``nn.Module`` with ``.backward()``; its accumulation buffer is ``.grad``."""
+    net, rows = problem.net, problem.rows
+    named = list(net.named_parameters())
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        k = -(-len(batch[0]) // rows)
+        for x, y in parts(batch, rows):
+            (F.mse_loss(net(x), y) / k).backward()
+        grads = {name: parameter.grad for name, parameter in named}
+        # zero_grad(set_to_none=True) for the next window, done here so that nothing stays behind.
+        for _, parameter in named:
+            parameter.grad = None
+        return grads
+
+    return window
+
+
+def torch_func(problem: Problem) -> Grads:
+    """``torch.func.grad_and_value`` for each microbatch, summed by hand."""
+    params, rows = problem.params, problem.rows
+    grad_and_value = torch.func.grad_and_value(problem.loss)
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        first, *rest = parts(batch, rows)
+        sums, total = grad_and_value(params, first)
+        for microbatch in rest:
+            grads, value = grad_and_value(params, microbatch)
+            torch._foreach_add_(list(sums.values()), list(grads.values()))
+            total = total + value
+        torch._foreach_div_(list(sums.values()), 1 + len(rest))
+        return sums
+
+    return window
+
+
+def whole(engine: str, *, weighted: bool = False, **knobs: Any) -> Callable[[Problem], Grads]:
+    """``pa.grad_and_value`` over the whole batch."""
+
+    def build(problem: Problem) -> Grads:
+        loss = with_weight(problem) if weighted else problem.loss
+        fn = pa.grad_and_value(loss, microbatch_size=problem.rows, engine=engine, **knobs)
+        return lambda batch: fn(problem.params, batch)[0]
+
+    return build
+
+
+def stream(engine: str, **knobs: Any) -> Callable[[Problem], Grads]:
+    """``pa.accumulator`` fed microbatch by microbatch, each old state donated."""
+
+    def build(problem: Problem) -> Grads:
+        params, rows = problem.params, problem.rows
+        accumulator = pa.accumulator(problem.loss, engine=engine, **knobs)
+
+        def window(batch: Batch) -> dict[str, Tensor]:
+            state = accumulator.init(params)
+            for microbatch in parts(batch, rows):
+                state = accumulator.update(state, params, microbatch, donate=True)
+            grads, _ = accumulator.finalize(state, donate=True)
+            return grads
+
+        return window
+
+    return build
+
+
+def with_weight(problem: Problem) -> Callable[[dict[str, Tensor], Batch], pa.Weighted]:
+    """The same mean, said as a sum and a count, as a loss over tokens would."""
+    net = problem.net
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> pa.Weighted:
+        x, y = batch
+        out = torch.func.functional_call(net, params, (x,))
+        count = torch.full((), y.numel(), dtype=torch.float64, device=y.device)
+        return pa.Weighted(F.mse_loss(out, y, reduction="sum"), count)
+
+    return loss
 
 
 MAX_NORM = 1.0
+
+
 MEMBERS = 32
+
+
 SAID = {"loss_reduction": "sum", "max_grad_norm": MAX_NORM}  # twice, to module and optimizer
 
 
@@ -88,7 +173,7 @@ def ghost(problem: Problem, *, cut: bool = False) -> Grads:
     def window(batch: Batch) -> dict[str, Tensor]:
         rows = problem.rows if cut else len(batch[0])
         total: dict[str, Tensor] = {}
-        for x, y in zip(*(t.split(rows) for t in batch), strict=True):
+        for x, y in parts(batch, rows):
             criterion(net(x), y).backward()
             each = sums(net, optimizer, "grad")
             total = {name: total[name].add_(x) for name, x in each.items()} if total else each
@@ -188,24 +273,27 @@ def at_once(problem: Problem) -> Training:
     return training
 
 
-SUM, MOMENTS, CONCAT = "per_sample_grad, sum", "per_sample_grad, moments", "torch.func.vmap"
-CLIPPED, COMPILED_CLIPPED = "clipped_sum", "clipped_sum, compiled"
-HOOKS, GHOST, CUT_GHOST = "Opacus, hooks", "Opacus, ghost", "Opacus, ghost, in chunks"
-ONE_BY_ONE, AT_ONCE = f"{MEMBERS} eager steps", "vmap(step), compiled"
-JACOBIANS, KERNEL = "NTK by Jacobians", "gramian"
-ONE_GRADIENT = "one gradient"  # and no contender: what memory is counted in
-
-SAMPLES: dict[str, Callable[[Problem], Grads | Training]] = {
-    CONCAT: concatenated,
-    SUM: partial(streamed, reduce="sum"),
-    MOMENTS: partial(streamed, reduce="moments"),
-    CLIPPED: clipped,
-    COMPILED_CLIPPED: partial(clipped, compiled=True),
-    HOOKS: hooks,
-    GHOST: ghost,
-    CUT_GHOST: partial(ghost, cut=True),
-    ONE_BY_ONE: one_by_one,
-    AT_ONCE: at_once,
-    JACOBIANS: kernel_by_tutorial,
-    KERNEL: kernel,
+GRADIENTS: dict[str, Callable[[Problem], Grads | Training]] = {
+    "hand loop": hand,
+    "torch.func": torch_func,
+    "torch.func.vmap": concatenated,
+    "per_sample_grad, sum": partial(streamed, reduce="sum"),
+    "per_sample_grad, moments": partial(streamed, reduce="moments"),
+    "clipped_sum": clipped,
+    "clipped_sum, compiled": partial(clipped, compiled=True),
+    "Opacus, hooks": hooks,
+    "Opacus, ghost": ghost,
+    "Opacus, ghost, in chunks": partial(ghost, cut=True),
+    f"{MEMBERS} eager steps": one_by_one,
+    "vmap(step), compiled": at_once,
+    "NTK by Jacobians": kernel_by_tutorial,
+    "gramian": kernel,
 }
+for _engine in ("func", "autograd"):
+    GRADIENTS |= {
+        _engine: whole(_engine),
+        f"{_engine}, streamed": stream(_engine),
+        f"{_engine}, skip": whole(_engine, nonfinite="skip"),
+        f"{_engine}, streamed, skip": stream(_engine, nonfinite="skip"),
+        f"{_engine}, Weighted": whole(_engine, weighted=True),
+    }
