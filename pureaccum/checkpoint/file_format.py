@@ -21,7 +21,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from io import BufferedReader
 from typing import Any, NamedTuple
@@ -59,21 +59,13 @@ ITSELF = {name: dtype for dtype, (name, last) in NAMES.items() if not last}
 
 
 class Piece(NamedTuple):
-    """A tensor in a file: a whole leaf, or the part of one that a rank held.
-
-    Attributes:
-        dtype: The dtype of the leaf.
-        shape: The shape of the piece.
-        whole: The shape of the leaf.
-        at: Where in the leaf the piece begins.
-        strides: The strides of the leaf in memory.
-    """
+    """A tensor in a file: a whole leaf, or the part of one that a rank held."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    at: tuple[int, ...]
-    strides: tuple[int, ...]
+    whole: tuple[int, ...]  # the shape of the leaf
+    at: tuple[int, ...]  # where in the leaf the piece begins
+    strides: tuple[int, ...]  # of the leaf in memory
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +74,7 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Which file of a checkpoint in several files: shard 1 of 4, say, of a save with a name."""
+    """Which file it is of a checkpoint in several: shard 1 of 4, say, of a save with a name."""
 
     save: str
     shard: int
@@ -90,25 +82,15 @@ class Part(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a file holds of the leaves that are wanted.
+    """What a file holds of the leaves that are wanted, each by its path."""
 
-    Attributes:
-        part: Which file it is, if the checkpoint is in several.
-        scalars: Python numbers and strings, by their paths.
-        pieces: Tensors, by their paths, in the order of the file.
-        places: For each tensor, where its bytes begin, and its number.
-        checks: The checksums of all tensors, by their numbers, and that of the header.
-        others: Some names of leaves that are not wanted.
-        count_of_others: How many leaves are not wanted.
-    """
-
-    part: Part | None
+    part: Part | None  # which file it is, if the checkpoint is in several
     scalars: dict[str, Any]
-    pieces: dict[str, Piece]
-    places: dict[str, tuple[int, int]]
-    checks: memoryview
-    others: list[str]
-    count_of_others: int
+    pieces: dict[str, Piece]  # in the order of the file
+    places: dict[str, tuple[int, int]]  # where the bytes of a piece begin, and its number
+    checks: memoryview  # the checksums of all pieces, by their numbers, and that of the header
+    others: list[str]  # some names of leaves that are not wanted
+    count_of_others: int  # how many leaves are not wanted
 
 
 # Writing -----------------------------------------------------------------------------------
@@ -123,13 +105,7 @@ def whole_piece(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
 def header_of(
     pieces: Mapping[str, Piece], scalars: Mapping[str, Any], part: Part | None = None
 ) -> bytes:
-    """All bytes before the tensors, which follow in the order of ``pieces``.
-
-    Args:
-        pieces: The tensors by their paths, those of the widest numbers first.
-        scalars: Python numbers and strings, by their paths.
-        part: Which file it is, if the checkpoint is in several.
-    """
+    """All bytes before the tensors, which follow in the order of ``pieces``: the widest first."""
     metadata = {"format": FORMAT, "version": VERSION}
     if part is not None:
         metadata |= {"save": part.save, "shard": f"{part.shard} of {part.shards}"}
@@ -206,24 +182,27 @@ _BEGIN = re.compile(
     rb'\{"__metadata__": \{"format": "pureaccum", "version": "([^"\\]{0,20})"'
     rb'(?:, "save": "([0-9a-f]{32})", "shard": "(\d{1,6}) of (\d{1,6})")?'
 )
-_ENTRY = re.compile(  # of a text, or of a tensor
-    rb'\}?, ("%s): (?:("%s)|\{("dtype": "\w{1,20}", "shape": \[[\d, ]{0,2100}\]), '
-    rb'"data_offsets": \[[\d, ]{1,50}\]\})' % (_REST, _REST)
+_ENTRY = re.compile(  # only a string may be long, which is read where one is wanted
+    rb"""\}?,\ (?P<path>"%(rest)s):\ (?:
+        (?P<note>"\{(?:[^"\\]|\\.){0,9999}+")
+        | (?P<string>"\\"%(rest)s)
+        | (?P<number>"(?!null)[\w.+-]{1,4999}")
+        | \{(?P<tensor>"dtype":\ "\w{1,20}",\ "shape":\ \[[\d,\ ]{0,2100}\]),
+            \ "data_offsets":\ \[[\d,\ ]{1,50}\]\}
+    )"""
+    % {b"rest": _REST},
+    re.VERBOSE,
 )
 _LAST = re.compile(rb'\}?, "crc32": \{[^{}]{1,99}, (\d{1,19})\]\}\} {0,7}\Z')
-LONGEST_TEXT = 10_000  # bytes of a note, or of a number
 SHOWN = 20  # leaves that an error names
 MANY = 100_000  # entries about leaves that are not wanted
 CONTRADICTS = "its header contradicts itself. Damaged"
 
 
 def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
-    """What a file holds; a ValueError says why it is not whole.
+    """What a file holds of leaves like the wanted ones; a ValueError says why it is not whole.
 
-    Args:
-        file: Its beginning and its end are read.
-        wanted: Pieces and scalars like those that are wanted, by their paths. Nothing is kept of
-            others, so that no header takes more memory than these do.
+    Nothing is kept of other leaves, so that no header takes more memory than the wanted ones do.
     """
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
@@ -242,7 +221,8 @@ def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
     if file.read(4) != checks_of(header, []):
         raise ValueError("the checksum of its header is another. Damaged")
     try:
-        contents = _matched(header, at, last.start(), wanted, part)
+        contents = _contents(header, at, last.start(), wanted, part)
+        _check_as_written(header, contents, wanted)
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(CONTRADICTS) from None
     file.seek(size - contents.checks.nbytes)
@@ -264,7 +244,7 @@ def _begun(header: bytearray) -> tuple[Part | None, int]:
     return Part(save, int(shard), int(shards)) if save else None, begin.end()
 
 
-def _matched(
+def _contents(
     header: bytearray, at: int, until: int, wanted: Mapping[str, Any], part: Part | None
 ) -> Contents:
     """What a header says of leaves; it raises whatever its bytes lead to.
@@ -278,33 +258,26 @@ def _matched(
     pieces: dict[str, Piece] = {}
     places: dict[str, tuple[int, int]] = {}
     others: list[str] = []
-    count_of_others, end, left = 0, len(header), 2 * len(wanted) + MANY
-    while left and at < until and (entry := _ENTRY.match(header, at)):
-        (begin, stop), at, left = entry.span(1), entry.end(), left - 1
-        path = names.get(entry[1]) if stop - begin <= longest else None
-        if path is None:
-            if header.startswith(b'"{', stop + 2):
-                continue  # its tensor is still to come
+    count_of_others, end = 0, len(header)
+    for entry in _entries(header, at, until, most=2 * len(wanted) + MANY):
+        (start, stop), kind = entry.span("path"), entry.lastgroup or ""
+        path = names.get(entry["path"]) if stop - start <= longest else None
+        if path is None and kind != "note":  # after a note its tensor is still to come
             count_of_others += 1
             if len(others) < SHOWN:
-                others.append(header[begin + 1 : min(stop - 1, begin + 200)].decode("ascii"))
-        elif entry.lastindex == 3:
-            piece = _piece(entry[3], notes.get(path, b'"{}"'))
+                others.append(header[start + 1 : min(stop - 1, start + 200)].decode("ascii"))
+        elif path is None:
+            continue
+        elif kind == "note":
+            notes[path] = entry[kind]
+        elif kind == "tensor":
+            piece = _piece(entry[kind], notes.get(path, b'"{}"'))
             pieces[path], places[path] = piece, (end, len(pieces))
             end += piece.nbytes
-        elif (is_string := header.startswith(b'"\\"', stop + 2)) and type(wanted[path]) is not str:
+        elif kind == "string" and type(wanted[path]) is not str:
             scalars[path] = ""  # nobody reads it, whatever its length
-        elif not is_string and at - stop > LONGEST_TEXT:
-            raise ValueError("too long")
-        elif header.startswith(b'"{', stop + 2):
-            notes[path] = entry[2]
-        elif type(value := json.loads(json.loads(entry[2]))) in SCALARS:
-            scalars[path] = value
         else:
-            raise TypeError(value)
-    alike = all(type(x) is type(wanted[path]) for path, x in scalars.items())
-    if alike and not others and header != header_of(pieces, scalars, part):  # pyright: ignore[reportUnnecessaryComparison]
-        raise ValueError("not as it is written")
+            scalars[path] = json.loads(json.loads(entry[kind]))
     return Contents(
         part=part,
         scalars=scalars,
@@ -314,6 +287,21 @@ def _matched(
         others=others,
         count_of_others=count_of_others,
     )
+
+
+def _check_as_written(header: bytearray, contents: Contents, wanted: Mapping[str, Any]) -> None:
+    """Raise where our writer would make other bytes of the wanted leaves."""
+    part, scalars, pieces, *_ = contents
+    alike = all(type(x) is type(wanted[path]) for path, x in scalars.items())
+    if alike and not contents.others and header != header_of(pieces, scalars, part):  # pyright: ignore[reportUnnecessaryComparison]
+        raise ValueError("not as it is written")
+
+
+def _entries(header: bytearray, at: int, until: int, most: int) -> Iterator[re.Match[bytes]]:
+    """The entries of a header, up to one that does not look like ours."""
+    while most and at < until and (entry := _ENTRY.match(header, at)):
+        yield entry
+        at, most = entry.end(), most - 1
 
 
 @lru_cache(256)

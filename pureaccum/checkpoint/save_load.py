@@ -9,6 +9,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from io import BufferedReader
+from itertools import chain
 from typing import Any
 
 import optree
@@ -88,16 +89,14 @@ def save(path: Path, tree: Tree) -> None:
 def load(path: Path, like: Tree) -> Tree:
     """Read a tree that ``save`` wrote: the same bits, in memory of its own.
 
-    The rule: the structure and the devices of ``like``, with the numbers of the file.
+    The rule: the structure and the devices of ``like``, with the numbers of the file. Tensors share
+    no memory; plain ones have the strides of the saved ones.
 
     Args:
         path: The path of the file, or of the folder that several ranks saved.
         like: A tree like the saved one, ``step.init(params)`` for instance. It gives structure,
             devices, and the placements of DTensors, whose ranks load together; its numbers are not
             used, and it stays as it is.
-
-    Returns:
-        Tensors that share no memory; plain ones have the strides of the saved ones.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -113,9 +112,6 @@ def load(path: Path, like: Tree) -> Tree:
         ...     params, state = load(f"{folder}/run", like=(params, adamw().init(params)))
         >>> params["w"], state.steps
         (tensor([1., 2.]), tensor(0))
-
-    References:
-        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has.
     """
     _check_outside("load")
     name = os.fsdecode(path)
@@ -125,7 +121,9 @@ def load(path: Path, like: Tree) -> Tree:
         files = [_opened(file, stack, leaves) for file in files_of(name)]
         loaded.append(files[0][1].checks[-1])
         check_parts(name, [(file.name, contents) for file, contents in files])
-        _check_alike(name, [contents for _, contents in files], leaves)
+        every = [contents for _, contents in files]
+        _check_alike(name, every, leaves)
+        _check_complete(name, every, leaves)
         found = _loaded(files, dict(zip(leaves, values, strict=True)))
         return unflatten(spec, found)
 
@@ -192,17 +190,19 @@ def _named(name: str, root: str) -> str:
 def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]) -> None:
     """Raise where the files are not all of a tree like the wanted one, and name what is off."""
     came: set[str] = set()
-    other: dict[str, str] = {}
-    for contents in files:
-        for of_kind in (contents.scalars, contents.pieces):
-            came.update(of_kind)
-            for name, leaf in of_kind.items():
-                if leaf is not (like := wanted[name]) and not _is_alike(leaf, like):
-                    other[name] = f"{name} is {_said(leaf)} in the file and {_said(like)} in like"
+    other: dict[str, Any] = {}
+    for name, leaf in chain.from_iterable(x.items() for c in files for x in (c.scalars, c.pieces)):
+        came.add(name)
+        if not _is_alike(leaf, wanted[name]):
+            other[name] = leaf
     more = dict.fromkeys(name for contents in files for name in contents.others)
     off = [f"{name} is not in the file" for name in wanted if name not in came]
     off += [f"{name} is only in the file" for name in more]
-    off += [other[name] for name in wanted if name in other]
+    off += [
+        f"{name} is {_said(other[name])} in the file and {_said(wanted[name])} in like"
+        for name in wanted
+        if name in other
+    ]
     if off:
         count = len(off) - len(more)
         count += max(len(more), *(contents.count_of_others for contents in files))
@@ -212,6 +212,10 @@ def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]
             "optimizer, loss scale or window? Make like as the saved tree was made."
             + "".join(f"\n  {line}" for line in shown)
         )
+
+
+def _check_complete(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]) -> None:
+    """Raise where parts of a leaf are missing in the files, or twice."""
     for name, leaf in wanted.items():
         if isinstance(leaf, Piece):
             pieces = [contents.pieces[name] for contents in files if name in contents.pieces]
@@ -226,7 +230,7 @@ def _is_alike(came: Any, leaf: Any) -> bool:
     return type(came) is type(leaf)
 
 
-def _said(leaf: Any) -> Any:
+def _said(leaf: Any) -> str:
     if isinstance(leaf, Piece):
         return f"{str(leaf.dtype).removeprefix('torch.')} of shape {leaf.whole}"
     return f"a Python {type(leaf).__name__}"

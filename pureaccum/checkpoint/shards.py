@@ -47,13 +47,9 @@ def save_by_ranks(
     scalars: Mapping[str, Any],
     words: Table,
 ) -> None:
-    """Write a checkpoint; all ranks call this together.
+    """Write a checkpoint, of which this rank writes the tensors, and the first one the scalars.
 
-    Args:
-        path: The path of the folder.
-        tensors: The tensors that this rank writes.
-        scalars: The scalars that the first rank writes beside its tensors.
-        words: What has to be the same on all ranks, by the names of the leaves.
+    All ranks call this together. ``words`` say of each leaf what has to be the same on all of them.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     with ExitStack() as stack:
