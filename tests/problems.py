@@ -1,4 +1,4 @@
-"""What tests of several parts share: runs of what is public, how results are compared, onlookers."""
+"""What tests share: runs of what is public, how results are compared, and who looks on."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier

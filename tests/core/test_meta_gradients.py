@@ -4,7 +4,7 @@ Three inner steps, each with the gradient of ``total / weight``, which both depe
 each sample. The outer loss depends on the parameters they began with, the learning rate and the
 sample weights, and is differentiated by each of them. The other side is torch.func's gradient of
 the quotient over the whole batch, and optimizers written out by hand. All is float64, and held to
-the bound of problems.py: ``sqrt(u)`` of the norm of a derivative, which leaves eight decimals.
+the bound of outer.py: ``sqrt(u)`` of the norm of a derivative, which leaves eight decimals.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Reduced gradients of samples under outer transforms: those of a loop over the rows.
 
 In float64. A transform of a sum is compared to the norms of the transformed addends, as in
-problems.py; here an addend is what one row brings to a mean, to second moments, to a clipped sum.
+outer.py; here an addend is what one row brings to a mean, to second moments, to a clipped sum.
 """
 
 from typing import Any
