@@ -13,17 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import pureaccum as pa
 from pureaccum._core.watch import captures_are_sought
 from pureaccum.testing.strategies import seeds
-from tests.draws import examples, generator
+from tests.core.derivatives import DERIVATIVES, FACTORS
+from tests.draws import examples
 from tests.dropped import is_dropped
+from tests.problems import ROOT, end, leaf, normal, pulled
+from tests.refusals import saying
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
-BOUND = 2.0**-26  # sqrt(u) of float64: half of its digits, for what is ill-conditioned
 ROWS = 5
 Body = Callable[[Tensor, Tensor], Tensor]  # (captured, rows) -> rows
 
@@ -132,17 +134,6 @@ BODIES = {
 }
 
 
-def backward(f, c):
-    c = c.detach().requires_grad_()
-    return torch.autograd.grad(f(c), c)[0]
-
-
-def twice(f, c):
-    c = c.detach().requires_grad_()
-    first = torch.autograd.grad(f(c), c, create_graph=True)[0]
-    return torch.autograd.grad(first.square().sum(), c)[0]
-
-
 def step_with_rate(f, c):
     """With respect to a learning rate, after a step whose loss captures the tensor and it."""
 
@@ -153,23 +144,18 @@ def step_with_rate(f, c):
     return grad(after)(torch.tensor(0.1, dtype=c.dtype))
 
 
-SCALES = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
 AROUND = {
-    "grad": lambda f, c: grad(f)(c),
-    "jvp": lambda f, c: jvp(f, (c,), (c.cos(),))[1],
-    "vmap": lambda f, c: vmap(lambda s: f(s * c))(SCALES),
-    "backward": backward,
-    "backward twice": twice,
     "pa.grad": lambda f, c: pa.grad(lambda c, _: f(c))(c, torch.zeros(1)),
     "a step's rate": step_with_rate,
-    "hessian": lambda f, c: hessian(f)(c),
-    "forward twice": lambda f, c: jacfwd(jacfwd(f))(c),
-    "reverse twice": lambda f, c: jacrev(jacrev(f))(c),
-    "grad of jvp": lambda f, c: grad(lambda c: jvp(f, (c,), (c.cos(),))[1])(c),
-    "vmap of grad": lambda f, c: vmap(lambda s: grad(f)(s * c))(SCALES),
-    "grad of vmap": lambda f, c: grad(lambda c: vmap(lambda s: f(s * c))(SCALES).sum())(c),
-    "backward of grad": lambda f, c: backward(lambda c: grad(f)(c).square().sum(), c),
-    "backward of jvp": lambda f, c: backward(lambda c: jvp(f, (c,), (c.detach(),))[1], c),
+    "grad of vmap": lambda f, c: grad(lambda c: vmap(lambda s: f(s * c))(FACTORS).sum())(c),
+    "backward of grad": lambda f, c: pulled(lambda c: grad(f)(c).square().sum(), c),
+    "backward of jvp": lambda f, c: pulled(lambda c: jvp(f, (c,), (c.detach(),))[1], c),
+} | {
+    name: DERIVATIVES[name]
+    for name in (
+        *("grad", "jvp", "vmap", "backward", "double backward", "hessian", "jacfwd twice"),
+        *("jacrev twice", "grad of jvp", "vmap of grad"),
+    )
 }
 REFUSED = (
     "did not use again a captured tensor",  # ours
@@ -183,8 +169,7 @@ REFUSED = (
 @given(st.sampled_from([1, 2, 3, [1, 4], 5]), st.sampled_from(["all", "the last"]), seeds())
 def test_a_captured_tensor_has_its_derivatives(body, size, where, seed):
     """In all microbatches, or in the last alone: an expert that the others do not need."""
-    g = generator(seed)
-    c, x = (torch.randn(n, generator=g, dtype=torch.float64) for n in (3, (ROWS, 3)))
+    c, x = normal(3, seed=seed), normal(ROWS, 3, seed=seed + 1)
     used = torch.arange(ROWS) == ROWS - 1
 
     def of(cut):
@@ -197,7 +182,7 @@ def test_a_captured_tensor_has_its_derivatives(body, size, where, seed):
 
             micro = pa.microbatch(rows, microbatch_size=size, batch_argnums=(0, 1))
             z = (micro if cut else rows)(x, used)
-            return (z @ z.T).sin().sum()
+            return end(z)
 
         return loss
 
@@ -212,7 +197,7 @@ def test_a_captured_tensor_has_its_derivatives(body, size, where, seed):
             if not any(words in str(error) for words in REFUSED):
                 raise
             continue
-        assert (got - want).norm() <= BOUND * (1 + want.norm())
+        assert (got - want).norm() <= ROOT * (1 + want.norm())
         assert want.norm() > 0
 
 
@@ -241,38 +226,35 @@ class Network(nn.Module):
     [
         ("backward", "its own"),
         *itertools.product(
-            [*[*AROUND][:4], "hessian", "vmap of grad", "backward of grad"],
+            [*("grad", "jvp", "vmap", "backward"), "hessian", "vmap of grad", "backward of grad"],
             ["apply", "functional_call"],
         ),
     ],
 )
 def test_a_part_of_a_network_is_cut_inside_of_it(around, by):
     """With other parameters than its own, by either way of calling it, and with its own."""
-    x = torch.randn(ROWS, 3, dtype=torch.float64)
-    results = []
+    x, results = normal(ROWS, 3), []
     for cut in (True, False):
         net = Network(cut)
         fn = pa.functional(net)
-        names, sizes = [*fn.params], [p.numel() for p in fn.params.values()]
+        sizes = [p.numel() for p in fn.params.values()]
 
-        def loss(flat, net=net, fn=fn, names=names):
-            parts = flat.split([p.numel() for p in fn.params.values()])
-            params = {k: v.view_as(fn.params[k]) for k, v in zip(names, parts, strict=True)}
-            called = (
-                fn.apply(params, (), x)[0] if by == "apply" else functional_call(net, params, (x,))
-            )
-            return (called @ called.T).sin().sum()
+        def loss(flat, net=net, fn=fn, sizes=sizes):
+            parts = zip(fn.params.items(), flat.split(sizes), strict=True)
+            params = {k: v.view_as(p) for (k, p), v in parts}
+            if by == "apply":
+                return end(fn.apply(params, (), x)[0])
+            return end(functional_call(net, params, (x,)))
 
         if by == "its own":
-            z = net(x)
-            (z @ z.T).sin().sum().backward()
+            end(net(x)).backward()
             results.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
         else:
             point = torch.linspace(-1, 1, sum(sizes), dtype=torch.float64)
             results.append(AROUND[around](loss, point))
     got, want = results
     assert want.norm() > 0
-    assert (got - want).norm() <= BOUND * want.norm()
+    assert (got - want).norm() <= ROOT * want.norm()
 
 
 def test_a_tensor_that_cannot_be_exchanged_is_refused():
@@ -291,7 +273,7 @@ def test_a_tensor_that_cannot_be_exchanged_is_refused():
         return pa.microbatch(lambda x: rows(c, x), microbatch_size=2, batch_argnums=0)(x).sum()
 
     x = torch.ones(ROWS, 3)
-    with pytest.raises(RuntimeError, match="did not use again a captured tensor"):
+    with saying(RuntimeError, "did not use again a captured tensor"):
         grad(loss)(torch.ones(3))
 
 
@@ -339,30 +321,28 @@ HANDED_ON = {
 }
 
 
+RISING = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1).expand(ROWS, 3).clone()
+
+
+def total_of(name, word, c, w):
+    func = lambda w, x: HANDED_ON[name](c, w, x)  # noqa: E731
+    return pa.microbatch(func, microbatch_size=1, reduce=word)(w, RISING).sum()
+
+
 @pytest.mark.parametrize("by", ["backward", "torch.func"])
 @pytest.mark.parametrize("word", ["sum", "stack"])
 @pytest.mark.parametrize("name", HANDED_ON)
 def test_a_captured_tensor_that_is_handed_on(name, word, by):
     """To what is no operation, or to one that returns nothing: another function, a Function."""
-    x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
     c, w = torch.tensor([1.0, 2, 3]).double(), torch.tensor([2.0, -1, 1]).double()
+    each = HANDED_ON[name]
+    plain = lambda c, w: torch.stack([each(c, w, part) for part in RISING.split(1)]).sum()  # noqa: E731
     got = []
-    for cut in (False, True):
-
-        def loss(c, w, cut=cut):
-            def func(w, x):
-                return HANDED_ON[name](c, w, x)
-
-            if cut:
-                return pa.microbatch(func, microbatch_size=1, reduce=word)(w, x).sum()
-            return torch.stack([func(w, part) for part in x.split(1)]).sum()
-
+    for loss in (plain, lambda c, w: total_of(name, word, c, w)):
         if by == "torch.func":
             got.append(grad(loss, (0, 1))(c, w))
         else:
-            its = [c.clone().requires_grad_(), w.clone().requires_grad_()]
-            found = torch.autograd.grad(loss(*its), its, allow_unused=True)
-            got.append([torch.zeros(3).double() if g is None else g for g in found])
+            got.append(pulled(loss, c, w, allow_unused=True, materialize_grads=True))
     assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
 
 
@@ -370,13 +350,7 @@ def test_a_captured_tensor_that_is_handed_on(name, word, by):
 @pytest.mark.parametrize("name", ["to a Function, and more", "to a Function, later"])
 def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(name, word):
     """Torch.func lets modes see what a Function is given, and autograd, run again, does not."""
-    x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
-    c, w = torch.tensor([1.0, 2, 3]).double().requires_grad_(), torch.ones(3).double()
-
-    def loss(w):
-        func = lambda w, x: HANDED_ON[name](c, w, x)  # noqa: E731
-        return pa.microbatch(func, microbatch_size=1, reduce=word)(w, x).sum().sin()
-
-    gradient = grad(loss)(w)
-    with pytest.raises(RuntimeError, match="did not use again a captured tensor"):
+    c, w = leaf(torch.tensor([1.0, 2, 3]).double()), torch.ones(3).double()
+    gradient = grad(lambda w: total_of(name, word, c, w).sin())(w)
+    with saying(RuntimeError, "did not use again a captured tensor"):
         gradient.sum().backward()

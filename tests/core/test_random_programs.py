@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.func import functionalize, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import functionalize, grad, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
-from tests.draws import examples, generator
+from tests.core.derivatives import DERIVATIVES, backward
+from tests.draws import examples
+from tests.problems import ROOT, Functions, Operations, normal
 
 
 pytestmark = [
@@ -28,25 +28,24 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node"),
     pytest.mark.filterwarnings("ignore:Using backward"),
 ]
-W, V, U = (torch.randn(3, 3, generator=generator(i), dtype=torch.float64) for i in range(3))
-X = torch.randn(7, 3, generator=generator(3), dtype=torch.float64)
+W, V, U, X = normal(3, 3), normal(3, 3, seed=1), normal(3, 3, seed=2), normal(7, 3, seed=3)
 C = torch.tensor(0.7, dtype=torch.float64)
 Point = Callable[[Tensor], Tensor]  # a function of w alone, to a tensor
 
 
-class Scaling(TorchFunctionMode):
+class Scaling(Functions):
     """Another tanh: what a function gives under this mode is not what it gives without."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def __torch_function__(self, func, *given):
+        out = super().__torch_function__(func, *given)
         return out * 1.5 if func in (torch.tanh, Tensor.tanh) else out
 
 
-class Shifting(TorchDispatchMode):
+class Shifting(Operations):
     """The same below autograd."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func, *given):
+        out = super().__torch_dispatch__(func, *given)
         return out + 0.25 if func is torch.ops.aten.sin.default else out
 
 
@@ -94,20 +93,10 @@ def program(pieces, wrt, size):
     return of
 
 
-def pushed(f, w):
+def along(f, w):
+    """Along several tangents."""
     _, push = linearize(f, w)
     return torch.stack([push(V), push(U), push(V)])
-
-
-def by_backward(f, w):
-    w = w.clone().requires_grad_()
-    return torch.autograd.grad(f(w), w)[0]
-
-
-def twice(f, w):
-    w = w.clone().requires_grad_()
-    (g,) = torch.autograd.grad(f(w), w, create_graph=True)
-    return torch.autograd.grad((g * V).sum(), w)[0]
 
 
 def later(mode, f, w):
@@ -120,23 +109,19 @@ def later(mode, f, w):
 
 def within(mode, f, w):
     with mode():
-        return by_backward(f, w)
+        return backward(f, w)
 
 
 # What is done with such a function at a point.
 ENDS = {
     "value": lambda f, w: f(w),
-    "grad": lambda f, w: grad(f)(w),
-    "jvp": lambda f, w: jvp(f, (w,), (V,))[1],
-    "hvp": lambda f, w: jvp(grad(f), (w,), (V,))[1],
     "vhp": lambda f, w: vjp(grad(f), w)[1](V)[0],
-    "jacfwd": lambda f, w: jacfwd(f)(w),
-    "jacrev": lambda f, w: jacrev(f)(w),
     "vmap(grad)": lambda f, w: vmap(grad(f))(torch.stack([w, V])),
-    "backward": by_backward,
-    "twice": twice,
-    "linearize": pushed,
-    "linearize(grad)": lambda f, w: pushed(grad(f), w),
+    "linearize": along,
+    "linearize(grad)": lambda f, w: along(grad(f), w),
+} | {
+    name: DERIVATIVES[name]
+    for name in ("grad", "jvp", "jvp of grad", "jacfwd", "jacrev", "backward", "double backward")
 }
 # What is put around that, or around the function itself.
 AROUND = {
@@ -157,7 +142,7 @@ def compared(came, want, name):
         return
     found = came()
     size = expected.norm() + 1
-    assert (found - expected).norm() <= 2.0**-26 * size, name
+    assert (found - expected).norm() <= ROOT * size, name
 
 
 programs = st.lists(st.sampled_from([*PIECES]), min_size=1, max_size=2)

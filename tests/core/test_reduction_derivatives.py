@@ -5,29 +5,24 @@ plain torch: ``torch.stack(outs).sum(0)``, ``.amax(0)``, ``outs[-1]``. Both side
 the bound leaves six digits for two graphs of one function.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from optree import tree_leaves
-from torch import Tensor
-from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacfwd, jacrev, vmap
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, seeds
-from tests.core.test_microbatch_closure import BOUND, near
+from tests.core.derivatives import DERIVATIVES, FACTORS, OPERATORS, backward, check, number
 from tests.draws import examples, generator
+from tests.problems import ROOT, near_together, normal
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 ROWS = 5
-cuts = compositions(ROWS)
-Reduced = Callable[[Callable[..., Tensor], Any, Sequence[int]], Callable[..., Tensor]]
+X, W = normal(ROWS, 3), normal(3, seed=1)
 
 # What each word means, of the outputs of all microbatches and the rows of each.
 PLAIN = {
@@ -116,64 +111,6 @@ def inside(func, word, reduced):
     return run
 
 
-def real(t):
-    return torch.view_as_real(t) if t.is_complex() else t
-
-
-def number(t):
-    t = real(t).flatten()
-    return (t.sin() * torch.arange(1.0, len(t) + 1).to(t).cos()).sum()
-
-
-def like(t):
-    """A direction, or a cotangent, that depends on nothing that is followed."""
-    return torch.linspace(0.5, 2, t.numel(), dtype=torch.float64).view(t.shape).to(t) * (
-        1 - 0.5j if t.is_complex() else 1
-    )
-
-
-def backward(f, p):
-    p = p.detach().requires_grad_()
-    return torch.autograd.grad(number(f(p)), p)[0]
-
-
-def double_backward(f, p):
-    p = p.detach().requires_grad_()
-    first = torch.autograd.grad(number(f(p)), p, create_graph=True)[0]
-    return torch.autograd.grad(number(first), p)[0]
-
-
-def dual_numbers(f, p):
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(f(forward_ad.make_dual(p, like(p)))).tangent
-
-
-FACTORS = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-OPERATORS = {
-    "grad": lambda f, p: grad(lambda p: number(f(p)))(p),
-    "vjp": lambda f, p: vjp(f, p)[1](like(f(p)))[0],
-    "jvp": lambda f, p: jvp(f, (p,), (like(p),))[1],
-    "backward": backward,
-    "double backward": double_backward,
-    "dual numbers": dual_numbers,
-    "jvp of grad": lambda f, p: jvp(grad(lambda p: number(f(p))), (p,), (like(p),))[1],
-    "grad of jvp": lambda f, p: grad(lambda p: number(jvp(f, (p,), (like(p),))[1]))(p),
-    "grad of grad": lambda f, p: grad(lambda p: number(grad(lambda p: number(f(p)))(p)))(p),
-    "jvp of jvp": lambda f, p: jvp(lambda p: jvp(f, (p,), (like(p),))[1], (p,), (like(p),))[1],
-    "vmap": lambda f, p: vmap(lambda k: f(p * k))(FACTORS),
-    "vmap of grad": lambda f, p: vmap(lambda k: grad(lambda p: number(f(p)))(p * k))(FACTORS),
-    "vmap of hvp": lambda f, p: vmap(
-        lambda k: jvp(grad(lambda p: number(f(p))), (p * k,), (like(p) * k,))[1]
-    )(FACTORS),
-}
-JACOBIANS = {  # which torch has for real tensors
-    "jacrev": lambda f, p: jacrev(lambda p: real(f(p)))(p),
-    "jacfwd": lambda f, p: jacfwd(lambda p: real(f(p)))(p),
-    "hessian": lambda f, p: hessian(lambda p: number(f(p)))(p),
-    "jacfwd twice": lambda f, p: jacfwd(jacfwd(lambda p: number(f(p))))(p),
-    "jacrev twice": lambda f, p: jacrev(jacrev(lambda p: number(f(p))))(p),
-}
-ALL = OPERATORS | JACOBIANS
 FORMS = ("alone", "nested", "count", "max", "Reducer")
 
 
@@ -192,12 +129,12 @@ def compare(name, word, shape, kind, form, by, cut, seed):
         return (lambda p: run(p, x)) if by == "shared" else (lambda p: run(w, p))
 
     p = w if by == "shared" else x
-    near(ALL[name](of(microbatched, beside), p), ALL[name](of(plainly, beside_plainly), p))
+    check(name, of(microbatched, beside), of(plainly, beside_plainly), p)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", DERIVATIVES)
 @examples(2 / 5, fewest=50)  # 40 ms each
-@given(st.data(), st.sampled_from([*PLAIN]), cuts, seeds())
+@given(st.data(), st.sampled_from([*PLAIN]), compositions(ROWS), seeds())
 def test_a_reduction_has_the_derivatives_of_plain_code(name, data, word, cut, seed):
     """Of whatever shape, real or complex, in another one, and beside what is not followed."""
     by = data.draw(st.sampled_from(["shared", "rows"]))
@@ -235,8 +172,7 @@ def test_a_program_has_the_derivatives_of_plain_code(program, name):
 @pytest.mark.parametrize("name", ["hessian", "jvp of grad", "jacrev twice", "jacfwd twice"])
 def test_a_total_of_rows_that_a_microbatched_function_moves(name):
     """What is differentiated reaches the total through its rows alone."""
-    g = generator(0)
-    x, w, b = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((4, 3), (3, 3), (3,)))
+    x, w, b = normal(4, 3), normal(3, 3, seed=1), normal(3, seed=2)
 
     def of(total, cut):
         def part(b, rows):
@@ -251,18 +187,16 @@ def test_a_total_of_rows_that_a_microbatched_function_moves(name):
         lambda part: pa.microbatch(part, microbatch_size=3, reduce="sum"),
     )
     cut = of(plain, lambda part: lambda b, x: part(b, x[:3]) + part(b, x[3:]))
-    near(ALL[name](micro, b), ALL[name](cut, b))
+    check(name, micro, cut, b)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", DERIVATIVES)
 def test_the_last_of_ragged_rows_has_its_derivatives(name):
     """It has another shape than those before, so no cotangent of theirs has its shape."""
-    g = generator(0)
-    x, w = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((5, 3), (3,)))
     func = lambda w, x: (x @ w).sin()  # noqa: E731
     micro = pa.microbatch(func, microbatch_size=2, reduce="last")
-    near(ALL[name](lambda w: micro(w, x), w), ALL[name](lambda w: func(w, x[4:]), w))
-    near(ALL[name](lambda x: micro(w, x), x), ALL[name](lambda x: func(w, x[4:]), x))
+    check(name, lambda w: micro(w, X), lambda w: func(w, X[4:]), W)
+    check(name, lambda x: micro(W, x), lambda x: func(W, x[4:]), X)
 
 
 @pytest.mark.parametrize("word", ["sum", "mean", "max", "stack", "last"])
@@ -285,7 +219,7 @@ def test_a_total_that_reaches_no_operand_has_no_gradient(word, shape):
         want = gradients(plainly(func, word, [2, 2, 1]))
         assert (got[0][0] is None) == (want[0][0] is None) == (order == 0)
         for ours, torchs in zip(tree_leaves(got), tree_leaves(want), strict=True):
-            assert (ours - torchs).abs().sum() <= BOUND * torchs.abs().sum()
+            assert (ours - torchs).abs().sum() <= ROOT * torchs.abs().sum()
 
 
 @pytest.mark.parametrize("word", ["concat", "sum", "max", "last"])
@@ -295,23 +229,19 @@ def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(word, by):
     x, w = torch.ones(5, 2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     func = lambda w, x: x.cos() if word == "concat" else x.cos().sum(0)  # noqa: E731
     micro = pa.microbatch(func, microbatch_size=2, reduce=word)
-
-    def mapped(w):
-        return vmap(lambda k: jacrev(lambda w: number(micro(w, x)))(w * k))(FACTORS).sum()
-
-    assert_trees_bitwise_equal(by(mapped)(w), torch.zeros_like(w))
+    slopes = lambda w: jacrev(lambda w: number(micro(w, x)))(w)  # noqa: E731
+    mapped = by(lambda w: vmap(lambda k: slopes(w * k))(FACTORS).sum())(w)
+    assert_trees_bitwise_equal(mapped, torch.zeros_like(w))
 
 
 @pytest.mark.slow  # to compile
 @pytest.mark.parametrize("word", ["max", "last", "Reducer"])
 def test_inside_of_a_user_s_compiler_a_reduction_has_its_gradient(word):
     """That of a reducer too: there the loop is differentiated as it stands."""
-    g = generator(0)
-    x, w = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((5, 3), (3,)))
     func = lambda w, x: (x @ w).sin().sum()  # noqa: E731
     reduce = BEST if word == "Reducer" else word
     micro = pa.microbatch(func, microbatch_size=[2, 3], reduce=reduce)
     torch.compiler.reset()
-    compiled = torch.compile(lambda w: micro(w, x).sin(), backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda w: micro(w, X).sin(), backend="eager", fullgraph=True)
     whole = plainly(func, "max" if word == "Reducer" else word, [2, 3])
-    near(backward(compiled, w), backward(lambda w: whole(w, x).sin(), w))
+    near_together(backward(compiled, W), backward(lambda w: whole(w, X).sin(), W))
