@@ -5,20 +5,20 @@ is exact, and so are its derivatives. The other side is torch.func's transform o
 """
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.func import grad, jvp, vjp, vmap
 
 import pureaccum as pa
 from pureaccum.curvature import fisher_vp, ggnvp, hvp
 from tests.draws import examples, generator
 from tests.exactly import integers
+from tests.problems import in_parts, together
 from tests.refusals import saying
 
 
@@ -26,9 +26,6 @@ pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 G = generator(0)
 W, V = integers(G, 3, bound=2).double(), integers(G, 3, bound=2).double()
 X, C = integers(G, 8, 3, bound=2).double(), torch.tensor(3.0, dtype=torch.float64)
-SIZES = (3, [1, 4, 3], 8, None)
-Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # w, v, x, and what the loss captures
-Program = Callable[..., Tensor]
 
 
 def rows(w, x, c):
@@ -39,94 +36,63 @@ def mean(w, x, c):
     return rows(w, x, c).mean()
 
 
-def plain_hessian_product(w, v, x, c):
-    of = torch.func.grad(lambda w: mean(w, x, c))
-    return torch.func.jvp(of, (w,), (v,))[1]
-
-
-def plain_gauss_newton(w, v, x, c):
-    out, moved = torch.func.jvp(lambda w: rows(w, x, c), (w,), (v,))
-    bent = torch.func.jvp(torch.func.grad(lambda out: (out**2 * c).mean()), (out,), (moved,))[1]
-    return torch.func.vjp(lambda w: rows(w, x, c), w)[1](bent)[0]
-
-
-def plain_fisher(w, v, x, c):
-    _, pull = torch.func.vjp(lambda w: rows(w, x, c), w)
-    return pull(torch.func.jvp(lambda w: rows(w, x, c), (w,), (v,))[1] / len(x))[0]
-
-
-def each(w, x, c):
-    one = torch.func.grad(lambda w, x: rows(w, x, c))
-    return torch.func.vmap(one, (None, 0))(w, x)
-
-
 def descended(w, x, c):
-    return w - 0.5 * torch.func.grad(mean)(w, x, c)
+    return w - 0.5 * grad(mean)(w, x, c)
 
 
-def ours(size, engine):
-    """Whatever gives derivatives, of a loss that captures ``c``, and the same in plain torch."""
-    knobs = {"microbatch_size": size, "engine": engine}
+def gauss_newton(w, v, x, c):
+    out, moved = jvp(lambda w: rows(w, x, c), (w,), (v,))
+    bent = jvp(grad(lambda out: (out**2 * c).mean()), (out,), (moved,))[1]
+    return vjp(lambda w: rows(w, x, c), w)[1](bent)[0]
+
+
+def fisher(w, v, x, c):
+    moved = jvp(lambda w: rows(w, x, c), (w,), (v,))[1]
+    return vjp(lambda w: rows(w, x, c), w)[1](moved / len(x))[0]
+
+
+each = vmap(grad(rows), (None, 0, None))
+PLAIN = {  # of w, v, x, and of what the loss captures
+    "value": lambda w, v, x, c: mean(w, x, c),
+    "grad": lambda w, v, x, c: grad(mean)(w, x, c),
+    "grad_and_value": lambda w, v, x, c: grad(mean)(w, x, c) * mean(w, x, c),
+    "aux": lambda w, v, x, c: torch.cat([grad(mean)(w, x, c), rows(w, x, c)]),
+    "per_sample_grad": lambda w, v, x, c: each(w, x, c),
+    "per_sample_grad, summed": lambda w, v, x, c: each(w, x, c).sum(0),
+    "gramian": lambda w, v, x, c: each(w, x, c) @ each(w, x, c).T,
+    "hvp": lambda w, v, x, c: jvp(grad(lambda w: mean(w, x, c)), (w,), (v,))[1],
+    "ggnvp": gauss_newton,
+    "fisher_vp": fisher,
+}
+
+
+def called(name, size, engine):
+    """The same by what gives derivatives of a loss that captures ``c``."""
+    by_size = {"microbatch_size": size}
+    knobs = by_size | {"engine": engine}
     chunks = {"engine": "autograd" if engine == "autograd" else "vmap"}
     chunks |= {"chunk_size": size if isinstance(size, int) else 3}
 
-    def loss(c):
-        return lambda w, x: mean(w, x, c)
+    def run(w, v, x, c):
+        loss, of_row = lambda w, x: mean(w, x, c), lambda w, x: rows(w, x, c)
+        both = lambda w, x: (loss(w, x), of_row(w, x))  # noqa: E731
+        squared = lambda out, x: (out**2 * c).mean()  # noqa: E731
+        return {
+            "value": lambda: pa.value(loss, **by_size)(w, x),
+            "grad": lambda: pa.grad(loss, **knobs)(w, x),
+            "grad_and_value": lambda: torch.mul(*pa.grad_and_value(loss, **knobs)(w, x)),
+            "aux": lambda: torch.cat(pa.grad(both, has_aux=True, **knobs)(w, x)),
+            "per_sample_grad": lambda: pa.per_sample_grad(of_row, **chunks)(w, x),
+            "per_sample_grad, summed": lambda: pa.per_sample_grad(of_row, reduce="sum", **chunks)(
+                w, x
+            ),
+            "gramian": lambda: pa.gramian(of_row, **chunks)(w, x),
+            "hvp": lambda: hvp(loss, **by_size)(w, x, v)[1],
+            "ggnvp": lambda: ggnvp(of_row, squared, **by_size)(w, x, v),
+            "fisher_vp": lambda: fisher_vp(of_row, **by_size)(w, x, v),
+        }[name]()
 
-    def of_row(c):
-        return lambda w, x: rows(w, x, c)
-
-    def both(w, v, x, c):
-        grad, value = pa.grad_and_value(loss(c), **knobs)(w, x)
-        return grad * value
-
-    def with_aux(w, v, x, c):
-        grad, aux = pa.grad(lambda w, x: (mean(w, x, c), rows(w, x, c)), has_aux=True, **knobs)(
-            w, x
-        )
-        return torch.cat([grad, aux])
-
-    def weighted(w, v, x, c):
-        of = lambda w, x: pa.Weighted((rows(w, x, c) * c).sum(), c * len(x))  # noqa: E731
-        return pa.grad(of, **knobs)(w, x) * 3  # the weight is 3 * 8
-
-    value = pa.value
-    size_alone = {"microbatch_size": size}
-    return {
-        "value": (
-            lambda w, v, x, c: value(loss(c), **size_alone)(w, x),
-            lambda w, v, x, c: mean(w, x, c),
-        ),
-        "grad": (
-            lambda w, v, x, c: pa.grad(loss(c), **knobs)(w, x),
-            lambda w, v, x, c: torch.func.grad(mean)(w, x, c),
-        ),
-        "grad_and_value": (both, lambda w, v, x, c: torch.func.grad(mean)(w, x, c) * mean(w, x, c)),
-        "aux": (
-            with_aux,
-            lambda w, v, x, c: torch.cat([torch.func.grad(mean)(w, x, c), rows(w, x, c)]),
-        ),
-        "per_sample_grad": (
-            lambda w, v, x, c: pa.per_sample_grad(of_row(c), **chunks)(w, x),
-            lambda w, v, x, c: each(w, x, c),
-        ),
-        "per_sample_grad, summed": (
-            lambda w, v, x, c: pa.per_sample_grad(of_row(c), reduce="sum", **chunks)(w, x),
-            lambda w, v, x, c: each(w, x, c).sum(0),
-        ),
-        "gramian": (
-            lambda w, v, x, c: pa.gramian(of_row(c), **chunks)(w, x),
-            lambda w, v, x, c: each(w, x, c) @ each(w, x, c).T,
-        ),
-        "hvp": (lambda w, v, x, c: hvp(loss(c), **size_alone)(w, x, v)[1], plain_hessian_product),
-        "ggnvp": (
-            lambda w, v, x, c: ggnvp(
-                lambda w, x: rows(w, x, c), lambda out, x: (out**2 * c).mean(), **size_alone
-            )(w, x, v),
-            plain_gauss_newton,
-        ),
-        "fisher_vp": (lambda w, v, x, c: fisher_vp(of_row(c), **size_alone)(w, x, v), plain_fisher),
-    }
+    return run
 
 
 def close(found, want):
@@ -134,11 +100,10 @@ def close(found, want):
     assert (found - want).norm() <= 2.0**-26 * want.norm()
 
 
-NAMES = [*ours(3, "func")]
-ENGINES = dict.fromkeys(NAMES, ("func",)) | dict.fromkeys(
+ENGINES = dict.fromkeys(PLAIN, ("func",)) | dict.fromkeys(
     ("grad", "aux", "per_sample_grad", "gramian"), ("func", "autograd", "auto")
 )
-CASES = [(name, engine) for name in NAMES for engine in ENGINES[name]]
+CASES = [(name, engine) for name, engines in ENGINES.items() for engine in engines]
 
 
 def number(out):
@@ -146,44 +111,36 @@ def number(out):
 
 
 def requiring(which):
-    found = [x.clone() for x in (W, V, X, C)]
-    for i in which:
-        found[i].requires_grad_()
-    return found[0], found[1], found[2], found[3]
+    return [x.clone().requires_grad_(i in which) for i, x in enumerate((W, V, X, C))]
 
 
 @pytest.mark.parametrize("which", [(0,), (2,), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize(("name", "engine"), CASES)
 def test_first_and_second_derivatives(name, engine, which):
-    for size in SIZES:
-        called, plain = ours(size, engine)[name]
+    plain = PLAIN[name]
+    first = grad(lambda *xs: number(plain(*xs)), which)
+    second = grad(lambda *xs: sum(map(number, first(*xs))), which)
+    for size in (3, [1, 4, 3], 8, None):
         operands = requiring(which)
         wrt = [operands[i] for i in which]
-        want = torch.func.grad(lambda *xs, plain=plain: number(plain(*xs)), which)(W, V, X, C)
-        out = called(*operands)
+        out = called(name, size, engine)(*operands)
         assert torch.equal(out, plain(W, V, X, C))
         unused = {"materialize_grads": True}
         found = torch.autograd.grad(number(out), wrt, create_graph=True, **unused)
-        assert all(map(torch.equal, found, want))
-
-        def of_second(*xs, plain=plain):
-            return sum(map(number, torch.func.grad(lambda *xs: number(plain(*xs)), which)(*xs)))
-
-        want = torch.func.grad(of_second, which)(W, V, X, C)
-        second = torch.autograd.grad(sum(map(number, found)), wrt, **unused)
-        for a, b in zip(second, want, strict=True):
+        assert all(map(torch.equal, found, first(W, V, X, C)))
+        again = torch.autograd.grad(sum(map(number, found)), wrt, **unused)
+        for a, b in zip(again, second(W, V, X, C), strict=True):
             close(a, b)
 
 
 @pytest.mark.parametrize(("name", "engine"), CASES)
 def test_without_anything_that_requires_grad_there_is_no_history(name, engine):
-    called, plain = ours(3, engine)[name]
-    out = called(W, V, X, C)
-    assert not out.requires_grad
+    run = called(name, 3, engine)
+    assert not run(W, V, X, C).requires_grad
     with torch.no_grad():
-        out = called(*requiring((0, 1, 2, 3)))
+        out = run(*requiring((0, 1, 2, 3)))
     assert not out.requires_grad
-    assert torch.equal(out, plain(W, V, X, C))
+    assert torch.equal(out, PLAIN[name](W, V, X, C))
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
@@ -197,7 +154,7 @@ def test_parameters_of_modules_that_a_loss_captures(engine):
         return ((net(x) @ w) ** 2).mean()
 
     own = [*net.parameters()]
-    want = torch.autograd.grad(number(torch.func.grad(loss)(W, X)), own)
+    want = torch.autograd.grad(number(grad(loss)(W, X)), own)
     for _ in range(2):  # the second call knows
         found = torch.autograd.grad(
             number(pa.grad(loss, microbatch_size=3, engine=engine)(W, X)), own
@@ -291,10 +248,7 @@ def test_a_captured_constant_that_is_written_to_raises():
 
 def streamed(w, x, c, donate):
     acc = pa.accumulator(lambda w, x: mean(w, x, c))
-    state = acc.init(w)
-    for part in x.split(3):
-        state = acc.update(state, w, part, donate=donate)
-    return acc, state
+    return acc, in_parts(acc, w, x.split(3), donate)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -303,7 +257,7 @@ def test_a_stream_raises_when_a_gradient_is_asked(which, donate):
     w, _, x, c = requiring(which)
     acc, state = streamed(w, x, c, donate)
     grads, value = acc.finalize(state)
-    assert torch.equal(grads, torch.func.grad(mean)(W, X, C))
+    assert torch.equal(grads, grad(mean)(W, X, C))
     merged = acc.merge(state, acc.update(acc.init(W), W, X))
     for out in (grads.sum(), value, state.total, merged.total, acc.finalize(merged)[1]):
         with saying(RuntimeError, "accumulator has summed", "keeps no graph", "x.detach()"):
@@ -352,9 +306,7 @@ def test_a_step_follows_its_state_its_batch_and_what_is_shared(form, donate, com
     else:
         parts = list(x.split(4)) if form == "window" else (part for part in x.split(4))
         state, info = step.window(state, parts, c)
-    want = torch.func.grad(lambda w, x, c: number(descended(w, x, c)) + mean(w, x, c), (0, 1, 2))(
-        W, X, C
-    )
+    want = grad(lambda w, x, c: number(descended(w, x, c)) + mean(w, x, c), (0, 1, 2))(W, X, C)
     found = torch.autograd.grad(number(state.params) + info.loss, (w, x, c))
     assert all(map(torch.equal, found, want))
 
@@ -433,12 +385,11 @@ def test_programs_of_several(data):
 
         return run
 
-    made = ours(size, "func")
-    called = program(made[first][0], made[second][0])
-    plain = program(made[first][1], made[second][1])
+    of_ours = program(called(first, size, "func"), called(second, size, "func"))
+    plain = program(PLAIN[first], PLAIN[second])
     operands = requiring(which)
-    found = torch.autograd.grad(called(*operands), [operands[i] for i in which])
-    want = torch.func.grad(plain, which)(W, V, X, C)
+    found = torch.autograd.grad(of_ours(*operands), [operands[i] for i in which])
+    want = grad(plain, which)(W, V, X, C)
     for a, b in zip(found, want, strict=True):
         close(a, b)
 
@@ -450,9 +401,7 @@ def test_inside_of_a_microbatched_function():
     w = W.clone().requires_grad_()
     outer = pa.microbatch(lambda w, x: inner(w, x), microbatch_size=4, reduce="sum")
     number(outer(w, X)).backward()
-    want = torch.func.grad(
-        lambda w: number(sum(torch.func.grad(mean)(w, part, C) for part in X.split(4)))
-    )(W)
+    want = grad(lambda w: number(sum(grad(mean)(w, part, C) for part in X.split(4))))(W)
     assert torch.equal(w.grad, want)
 
 
@@ -491,36 +440,31 @@ def test_a_backward_pass_takes_the_memory_of_one_microbatch(name):
 
 
 def test_in_several_threads():
-    want = torch.func.grad(lambda w: number(torch.func.grad(mean)(w, X, C)))(W)
-    found = []
+    want = grad(lambda w: number(grad(mean)(w, X, C)))(W)
 
     def work():
+        found = []
         for _ in range(10):
             w, c = W.clone().requires_grad_(), C.clone().requires_grad_()
             out = pa.grad(lambda w, x, c=c: mean(w, x, c), microbatch_size=3)(w, X)
             found.append(torch.autograd.grad(number(out), w)[0])
+        return found
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 30
-    assert all(torch.equal(x, want) for x in found)
+    assert all(torch.equal(x, want) for found in together(work, work, work) for x in found)
 
 
 def test_a_vmap_in_a_loss_twice_backwards():
     """What a piece is given is its operand, not captured: levels are over by the backward pass."""
     mapped = torch.func.vmap(rows, (None, 0, None))
     of = pa.grad(lambda w, x: mapped(w, x, C).sum(), microbatch_size=3, reduction="sum")
-    plain = torch.func.grad(lambda w: rows(w, X, C).sum())
+    plain = grad(lambda w: rows(w, X, C).sum())
     w = W.clone().requires_grad_()
     (first,) = torch.autograd.grad((of(w, X) * V).sum(), w, create_graph=True)
     (second,) = torch.autograd.grad((first * V).sum(), w)
-    along = torch.func.grad(lambda w: (plain(w) * V).sum())
+    along = grad(lambda w: (plain(w) * V).sum())
     assert torch.equal(first, along(W))
-    assert torch.equal(second, torch.func.grad(lambda w: (along(w) * V).sum())(W))
-    _, pull = torch.func.vjp(torch.func.grad(lambda w: (of(w, X) * V).sum()), W)
+    assert torch.equal(second, grad(lambda w: (along(w) * V).sum())(W))
+    _, pull = vjp(grad(lambda w: (of(w, X) * V).sum()), W)
     assert torch.equal(pull(V)[0], second)
 
 
@@ -531,7 +475,7 @@ def test_what_is_refused_is_refused_to_who_asks_for_one_gradient():
         def loss(w, x):
             tensors = [*x.expand(made, *x.shape)]
             del tensors[::2]
-            return mean(w, x, c) + torch.func.grad(lambda w: mean(w, x, C))(w).sum()
+            return mean(w, x, c) + grad(lambda w: mean(w, x, C))(w).sum()
 
         return loss
 
