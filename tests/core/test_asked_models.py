@@ -1,5 +1,6 @@
 """Networks and losses that people train: those that fit are never refused, their neighbours are."""
 
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,17 +13,13 @@ from torch.func import functional_call
 import pureaccum as pa
 from pureaccum import CoupledLossError
 from pureaccum._core import coupling
+from tests.problems import Around, nobody_was_asked
 
 
-pytestmark = [pytest.mark.parity]
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures(nobody_was_asked.__name__)]
 ROWS, SIZE = 12, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _nobody_was_asked():
-    """Calls are counted for each loss, and losses of two tests are one if their code is."""
-    coupling._answers.clear()
+LABELS = torch.arange(ROWS) % 3
 
 
 class Problem(NamedTuple):
@@ -38,9 +35,6 @@ def draw(*shape):
     return torch.randn(ROWS, *shape)
 
 
-LABELS = torch.arange(ROWS) % 3
-
-
 def classified(net, *shape):
     def loss(params, batch):
         return F.cross_entropy(functional_call(net, params, (batch["x"],)).float(), batch["y"])
@@ -51,49 +45,33 @@ def classified(net, *shape):
 # Networks --------------------------------------------------------------------------------
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
+def recurrent():
+    lstm = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1)
+    return Around(lambda x, lstm, head: head(lstm(x)[0][:, -1]), lstm, nn.Linear(6, 3))
 
 
-class Attention(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.qkv, self.head, self.dropout = nn.Linear(4, 12), nn.Linear(4, 3), dropout
+def attention(dropout=0.0):
+    def run(x, qkv, head):
+        q, k, v = (y.unflatten(-1, (2, 2)).mT for y in qkv(x).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return head(out.mT.flatten(-2).mean(1))
 
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, 2)).mT for y in self.qkv(x).chunk(3, -1))
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
-        return self.head(out.mT.flatten(-2).mean(1))
+    return Around(run, nn.Linear(4, 12), nn.Linear(4, 3))
 
 
-class Experts(nn.Module):
+def experts(capacity=0, balanced=False):
     """The best two of four for each row; with a capacity, those rows that do not come too late."""
 
-    def __init__(self, capacity=0, balanced=False):
-        super().__init__()
-        self.gate, self.experts = nn.Linear(5, 4), nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
-        self.capacity, self.balanced = capacity, balanced
-
-    def forward(self, x):
-        gate = self.gate(x).softmax(-1)
+    def run(x, gate, *experts):
+        gate = gate(x).softmax(-1)
         best, chosen = gate.topk(2, dim=-1)
         took = F.one_hot(chosen, 4).to(x.dtype)
-        if self.capacity:
-            took = took * (took.sum(1).cumsum(0) <= self.capacity).to(x.dtype)[:, None]
-        each = torch.stack([expert(x) for expert in self.experts], 1)
-        out = torch.einsum("rk,rke,reo->ro", best, took, each)
-        if self.balanced:
-            out = out + 4 * (gate.mean(0) * took.sum(1).mean(0)).sum()
-        return out
+        if capacity:
+            took = took * (took.sum(1).cumsum(0) <= capacity).to(x.dtype)[:, None]
+        out = torch.einsum("rk,rke,reo->ro", best, took, torch.stack([f(x) for f in experts], 1))
+        return out + 4 * (gate.mean(0) * took.sum(1).mean(0)).sum() if balanced else out
 
-
-def experts(**knobs):
-    net = Experts(**knobs)
+    net = Around(run, nn.Linear(5, 4), *(nn.Linear(5, 3) for _ in range(4)))
 
     def loss(params, batch):
         return (functional_call(net, params, (batch["x"],)) ** 2).mean()
@@ -213,9 +191,9 @@ FITS = {
     "convnet": convnet,
     "group norm": lambda: convnet(nn.GroupNorm(2, 4)),
     "frozen batch norm": lambda: convnet(nn.BatchNorm2d(4).eval()),
-    "LSTM": lambda: classified(Recurrent(), 5, 4),
-    "attention": lambda: classified(Attention(), 5, 4),
-    "attention with dropout": lambda: classified(Attention(0.2), 5, 4),
+    "LSTM": lambda: classified(recurrent(), 5, 4),
+    "attention": lambda: classified(attention(), 5, 4),
+    "attention with dropout": lambda: classified(attention(0.2), 5, 4),
     "encoder": lambda: classified(encoder(), 5, 4),
     "experts": experts,
     "vector quantisation": lambda: quantised(perplexity=False),
@@ -332,3 +310,114 @@ def test_what_fits_fits_in_any_precision(name, precision):
 def test_its_neighbours_do_not(name, precision):
     with pytest.raises(CoupledLossError):
         steps(name, precision)
+
+
+# Forty random networks of layers that keep rows apart ------------------------------------
+
+
+NETWORKS, MANY, LENGTH = 40, 33, 4
+THREE = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def residual(inner):
+    def run(x, inner):
+        out = inner(x)
+        return x + (out[0] if isinstance(out, tuple) else out)
+
+    return Around(run, inner)
+
+
+def attending(width):
+    attention = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
+    return Around(lambda x, attend: attend(x, x, x, need_weights=False)[0], attention)
+
+
+def along(layer):
+    """A layer over the positions of a row."""
+    return Around(lambda x, layer: layer(x.mT).mT, layer)
+
+
+LAYERS = [
+    lambda n: nn.Linear(n, n),
+    lambda n: residual(nn.Sequential(nn.Linear(n, 2 * n), nn.GELU(), nn.Linear(2 * n, n))),
+    nn.LayerNorm,
+    lambda n: residual(nn.GRU(n, n, batch_first=True)),
+    lambda n: residual(nn.LSTM(n, n, batch_first=True)),
+    lambda n: residual(attending(n)),
+    lambda n: along(nn.Conv1d(n, n, 3, padding=1)),
+    lambda n: along(nn.GroupNorm(2, n)),
+    lambda n: along(nn.InstanceNorm1d(n, affine=True)),
+    lambda n: along(nn.BatchNorm1d(n).eval()),
+    lambda n: nn.TransformerEncoderLayer(n, 2, n, batch_first=True),
+    lambda _: nn.Dropout(0.2),
+    lambda _: nn.SiLU(),
+    lambda _: nn.RReLU(),
+    lambda _: nn.Softmax(-1),
+]
+LOSSES = {
+    "mean": lambda out, y: F.cross_entropy(out.float().mean(1), y),
+    "squares": lambda out, y: (out.mean(1) ** 2).mean(),
+    "weighted": lambda out, y: pa.Weighted((out.square().mean((1, 2)) * y).sum(), y.sum()),
+    "small beside large": lambda out, y: 1e3 + 1e-3 * out.mean(),
+    "about zero": lambda out, y: (out - out.detach()).mean(),
+}
+
+
+def network(seed):
+    random.seed(seed)
+    torch.manual_seed(seed)
+    width = random.choice((4, 8, 12))
+    layers = [random.choice(LAYERS)(width) for _ in range(random.randint(1, 5))]
+    return nn.Sequential(nn.Linear(3, width), *layers, nn.Linear(width, 3))
+
+
+def sizes(seed, dtype):
+    """Of a network that is quick, a few; of the others each size, in one of the dtypes."""
+    at = THREE.index(dtype)
+    return (
+        [1, 2, 3, 4, 7, 32] if seed < 6 and seed % 3 == at else [*range(1 + (at + seed) % 3, 33, 3)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("seed", "dtype"),
+    [
+        pytest.param(
+            seed,
+            dtype,
+            id=f"{seed}-{str(dtype).removeprefix('torch.')}",
+            marks=() if seed < 6 and THREE[seed % 3] == dtype else pytest.mark.slow,
+        )
+        for seed in range(NETWORKS)
+        for dtype in THREE
+    ],
+)
+def test_a_network_whose_rows_are_apart_is_not_refused(seed, dtype):
+    """At any size."""
+    net = network(seed).to(dtype)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    kind = [*LOSSES][seed % len(LOSSES)]
+    batch = {"x": torch.randn(MANY, LENGTH, 3).to(dtype), "y": torch.arange(MANY) % 3}
+
+    def loss(params, batch):
+        return LOSSES[kind](functional_call(net, params, (batch["x"],)), batch["y"])
+
+    for size in sizes(seed, dtype):
+        coupling._answers.clear()
+        value = pa.value(loss, microbatch_size=size)
+        for _ in range(3):
+            value(params, batch)
+        pa.grad(loss, microbatch_size=size, engine="auto")(params, batch)
+
+
+def test_a_batch_norm_among_them_is_refused():
+    """The control."""
+    for seed in range(10):
+        net = nn.Sequential(network(seed), nn.BatchNorm1d(LENGTH, track_running_stats=False))
+        params = {name: p.detach() for name, p in net.named_parameters()}
+
+        def loss(params, x, net=net):
+            return (functional_call(net, params, (x,)) ** 4).mean()
+
+        with pytest.raises(CoupledLossError):
+            pa.value(loss, microbatch_size=4)(params, torch.randn(MANY, LENGTH, 3))

@@ -13,20 +13,14 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
-from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.problems import in_parts, nobody_was_asked
 
 
-pytestmark = [pytest.mark.purity]
+pytestmark = [pytest.mark.purity, pytest.mark.usefixtures(nobody_was_asked.__name__)]
 SIZE = 4
 ENGINES = ("auto", "func", "autograd")
 Run = Callable[[], Any]
-
-
-@pytest.fixture(autouse=True)
-def _nobody_was_asked():
-    """Calls are counted for each loss, and those of two tests that are one loss would add up."""
-    coupling._answers.clear()
 
 
 def params():
@@ -77,9 +71,7 @@ def summed(loss, donate=False, **knobs):
     own, acc = params(), pa.accumulator(loss, **knobs)
 
     def run():
-        state = acc.init(own)
-        for part in pa.microbatches(batch(), SIZE):
-            state = acc.update(state, own, part, donate=donate)
+        state = in_parts(acc, own, pa.microbatches(batch(), SIZE), donate)
         return acc.finalize(state, donate=donate)
 
     return run
@@ -259,9 +251,7 @@ def test_a_stream_is_refused_where_its_padding_begins():
     parts = [batch(4) | {"mask": torch.ones(4, 3)} for _ in range(2)] + [batch(4)] * 3
     parts = [part | {"mask": part["mask"].float()} for part in parts]
     acc, own = pa.accumulator(coupled), params()
-    state = acc.init(own)
-    for part in parts[:3]:
-        state = acc.update(state, own, part)
+    state = in_parts(acc, own, parts[:3])
     with pytest.raises(CoupledLossError):
         acc.update(state, own, parts[3])
     with pytest.raises(CoupledLossError):

@@ -13,21 +13,19 @@ import torch.nn.functional as F
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
-from pureaccum._core import coupling
+from tests.problems import nobody_was_asked, once
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
-pytestmark = [pytest.mark.parity, pytest.mark.hf]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.hf,
+    pytest.mark.usefixtures(nobody_was_asked.__name__),
+]
 ROWS, LENGTH, SIZE, WORDS = 8, 10, 4, 31
 LENGTHS = torch.tensor([10, 3, 7, 2, 5, 9, 4, 6])
 BOUND = 2.0**-12  # the root of float32's unit
-
-
-@pytest.fixture(autouse=True)
-def _nobody_was_asked():
-    """Calls are counted for each loss, and losses of two tests are one if their code is."""
-    coupling._answers.clear()
 
 
 class Model(NamedTuple):
@@ -89,23 +87,15 @@ def batch_of(it, dtype, padded):
         images = torch.randn(ROWS, 2, 8, 8, generator=random).to(dtype)
         return {"pixel_values": images, "labels": torch.arange(ROWS) % 3}
     ids = torch.randint(3, WORDS, (ROWS, LENGTH), generator=random)
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    if padded:
-        own = torch.arange(LENGTH) < LENGTHS[:, None]
-        batch = {
-            "input_ids": ids.where(own, 0),
-            "attention_mask": own.long(),
-            "labels": ids.where(own, -100),
-        }
-    return batch
-
-
-def params_of(model):
-    return model.named_parameters()  # tied ones once
+    if not padded:
+        return {"input_ids": ids, "labels": ids.clone()}
+    own = torch.arange(LENGTH) < LENGTHS[:, None]
+    ids, labels = ids.where(own, 0), ids.where(own, -100)
+    return {"input_ids": ids, "attention_mask": own.long(), "labels": labels}
 
 
 def parameters(model):
-    return {name: p.detach() for name, p in params_of(model)}
+    return {name: p.detach() for name, p in model.named_parameters()}  # tied ones once
 
 
 def called(model, params, batch):
@@ -150,8 +140,7 @@ def calls(loss, params, batch):
     for _ in range(8):
         grad(params, batch)
     pa.value(loss, microbatch_size=SIZE)(params, batch)
-    step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=SIZE)
-    step(step.init(params), batch)
+    once(pa.make_step(loss, pa.sgd(0.0), microbatch_size=SIZE), params, batch)
 
 
 @every
@@ -181,7 +170,9 @@ def test_weighted_totals_of_padded_rows_have_the_gradient_of_the_model(it):
     for part in pa.microbatches(batch, SIZE):
         share = pa.grad(lambda p, part: loss(p, part).total / count, engine="auto")(params, part)
         norms += float(pa.global_norm(share))
-    own = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in params_of(model)}
+    own = {
+        k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()
+    }
     assert pa.global_norm({name: got[name] - own[name] for name in own}) <= BOUND * norms
 
 

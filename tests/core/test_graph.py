@@ -8,15 +8,7 @@ import torch
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.calls import (
-    CALLS,
-    ENGINES,
-    NONFINITE,
-    combinations,
-    make_batch,
-    make_params,
-    mean_loss,
-)
+from tests.calls import CALLS, ENGINES, NONFINITE, combinations, make_batch, make_params, mean_loss
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]

@@ -5,15 +5,7 @@ import torch
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
-from tests.calls import (
-    ENGINES,
-    NONFINITE,
-    BoomError,
-    Explodes,
-    make_batch,
-    make_params,
-    mean_loss,
-)
+from tests.calls import ENGINES, NONFINITE, BoomError, Explodes, make_batch, make_params, mean_loss
 from tests.refusals import saying
 
 

@@ -1,27 +1,17 @@
 """Calls in two threads, each on its own module, do not see each other."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import pytest
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.problems import together
 from tests.pure.networks import by_hand, call, inputs, make, other_params, square, switch
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("threads")]
 REPEATS = 15
-
-
-@pytest.fixture(autouse=True)
-def _restless():
-    """Threads take turns a thousand times as often as they usually do."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(5e-6)
-    yield
-    sys.setswitchinterval(usual)
 
 
 def work(seed, engine, nonfinite):
@@ -40,14 +30,9 @@ def work(seed, engine, nonfinite):
 def test_two_threads_on_two_modules_do_not_see_each_other(engines, nonfinite):
     nets, calls = zip(*(work(i, e, nonfinite) for i, e in enumerate(engines)), strict=True)
     expected = [run() for run in calls]
-    together = Barrier(2)
 
-    def repeat(run):
-        together.wait()
-        return [run() for _ in range(REPEATS)]
-
-    with unchanged(nets, draws=True), ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(repeat, calls))
+    with unchanged(nets, draws=True):
+        results = together(*(lambda run=run: [run() for _ in range(REPEATS)] for run in calls))
     for result, want in zip(results, expected, strict=True):
         for grads in result:
             assert_trees_bitwise_equal(grads, want)

@@ -1,40 +1,26 @@
 """When a loss is asked whether it may be cut, and where nobody asks: told by the calls of it."""
 
-import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Barrier
-from typing import Any
 
 import pytest
 import torch
 from torch.autograd import Function, forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
 from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.problems import Operations, fits, in_parts, nobody_was_asked, once, together
 
 
-pytestmark = [pytest.mark.purity]
+pytestmark = [pytest.mark.purity, pytest.mark.usefixtures(nobody_was_asked.__name__)]
 W = torch.tensor([0.5, -1.0, 0.25])
 SCHEDULE = (1, 2, 4, 8)  # the calls that ask, of the first nine
 
 
-@pytest.fixture(autouse=True)
-def _nobody_was_asked():
-    """Calls are counted for each loss, and those of two tests that are one loss would add up."""
-    coupling._answers.clear()
-
-
 def rows(n, seed=0):
     return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
-
-
-def fits(w, x):
-    return ((x @ w) ** 2).mean()
 
 
 def coupled(w, x):
@@ -64,20 +50,15 @@ class Noting:
 
 
 def run_of(name, loss, check):
-    x, knobs = rows(12), dict[str, Any](check=check)
-    if name == "grad":
-        return lambda: pa.grad(loss(), microbatch_size=4, **knobs)(W, x)
-    if name == "value":
-        return lambda: pa.value(loss(), microbatch_size=4, **knobs)(W, x)
-    if name == "update":
-        state = pa.accumulator(fits).init(W)
-        return lambda: pa.accumulator(loss(), **knobs).update(state, W, x[:4])
-
-    def step():
-        made = pa.make_step(loss(), pa.sgd(0.1), microbatch_size=4, **knobs)
-        made(made.init(W), x)
-
-    return step
+    x, knobs = rows(12), {"check": check}
+    state = pa.accumulator(fits).init(W)
+    sized = knobs | {"microbatch_size": 4}
+    return {
+        "grad": lambda: pa.grad(loss(), **sized)(W, x),
+        "value": lambda: pa.value(loss(), **sized)(W, x),
+        "update": lambda: pa.accumulator(loss(), **knobs).update(state, W, x[:4]),
+        "step": lambda: once(pa.make_step(loss(), pa.sgd(0.1), **sized), W, x),
+    }[name]
 
 
 NOTING = Noting()
@@ -131,13 +112,8 @@ def test_each_call_that_asks_is_about_another_microbatch():
 # Where nobody asks -----------------------------------------------------------------------
 
 
-class Looking(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def under_a_mode(loss, **knobs):
-    with Looking():
+    with Operations():
         pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))
 
 
@@ -186,8 +162,7 @@ def uncut(loss, **knobs):
     for size in (None, 12, 20):
         pa.grad(loss, microbatch_size=size, **knobs)(W, x)
         pa.value(loss, microbatch_size=size, **knobs)(W, x)
-        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **knobs)
-        step(step.init(W), x)
+        once(pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **knobs), W, x)
 
 
 NOBODY = {
@@ -255,10 +230,7 @@ def test_a_loss_that_raises_on_parts_is_not_blamed(loss):
         results = []
         for check in (True, False):
             acc = pa.accumulator(loss, check=check)
-            state = acc.init(W)
-            for part in parts:
-                state = acc.update(state, W, part)
-            results.append(acc.finalize(state))
+            results.append(acc.finalize(in_parts(acc, W, parts)))
         assert_trees_bitwise_equal(*results)
 
 
@@ -284,33 +256,19 @@ def test_microbatches_without_rows_count_for_nothing():
     def loss(w, x):
         return pa.Weighted((x @ w).square().sum(), len(x))
 
-    acc = pa.accumulator(loss)
-    state = acc.init(W)
-    for part in (rows(0), rows(4), rows(0), rows(1)):
-        state = acc.update(state, W, part)
-    assert state.weight == 5
+    parts = rows(0), rows(4), rows(0), rows(1)
+    assert in_parts(pa.accumulator(loss), W, parts).weight == 5
 
 
 # Threads ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _restless():
-    """Threads take turns a thousand times as often as they usually do."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(5e-6)
-    yield
-    sys.setswitchinterval(usual)
-
-
-@pytest.mark.usefixtures("_restless")
 @pytest.mark.promise("threads")
 def test_two_threads_ask_one_loss():
-    together, x = Barrier(2), rows(12)
+    x = rows(12)
     want = pa.grad(fits, microbatch_size=4, check=False)(W, x)
 
-    def repeat(_):
-        together.wait()
+    def repeat():
         results = []
         for _ in range(9):
             results.append(pa.grad(lambda w, x: fits(w, x), microbatch_size=4)(W, x))
@@ -318,7 +276,6 @@ def test_two_threads_ask_one_loss():
                 pa.grad(coupled, microbatch_size=4)(W, x)
         return results
 
-    with ThreadPoolExecutor(2) as pool:
-        for results in pool.map(repeat, range(2)):
-            for grads in results:
-                assert_trees_bitwise_equal(grads, want)
+    for results in together(repeat, repeat):
+        for grads in results:
+            assert_trees_bitwise_equal(grads, want)
