@@ -146,10 +146,7 @@ def critics(inner, statistics=False):
     def loss(params, batch):
         real, fake, mix = batch["x"], batch["fake"], batch["mix"]
         between = mix * real + (1 - mix) * fake
-
-        def total(x):
-            return functional_call(net, params, (x,)).sum()
-
+        total = lambda x: functional_call(net, params, (x,)).sum()  # noqa: E731
         if inner == "torch.func":
             grads = torch.func.grad(total)(between)
         else:

@@ -117,10 +117,7 @@ class Given(torch.autograd.Function):
 def test_sums_take_no_memory_that_is_also_that_of_something_else(engine):
     """The first gradient begins the sums, unless it is a view of a slope, or of a cotangent."""
     slope, x = torch.tensor([2.0, 3.0]), torch.ones(5)
-
-    def loss(params, x):
-        return Given.apply(params["v"], slope) + params["w"].reshape(())
-
+    loss = lambda params, x: Given.apply(params["v"], slope) + params["w"].reshape(())  # noqa: E731
     params = {"v": torch.ones(2), "w": torch.ones(1)}
     gradient = pa.grad(loss, microbatch_size=1, reduction="sum", engine=engine, check=False)
     for _ in range(2):

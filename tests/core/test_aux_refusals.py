@@ -87,10 +87,7 @@ def test_a_tree_of_words_that_is_no_prefix_is_refused(transform, how):
 
 def test_a_tree_of_words_without_an_aux_is_refused():
     """A loss with buffers returns a pair all the same."""
-
-    def loss(params, batch, buffers):
-        return squares(params, batch), buffers
-
+    loss = lambda params, batch, buffers: (squares(params, batch), buffers)  # noqa: E731
     how = {"loss": "mean"}
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, buffers="freeze", aux_reduction=how)
     state = step.init(PARAMS, {"n": torch.ones(1)})

@@ -60,9 +60,7 @@ def test_a_weight_that_is_none_makes_all_nan(engine, nonfinite, weights, bad, at
 
 @pytest.mark.parametrize("bad", BAD)
 def test_a_python_number_that_is_no_weight_makes_all_nan(bad):
-    def loss(params, batch):
-        return pa.Weighted(squares(params, batch), bad)
-
+    loss = lambda params, batch: pa.Weighted(squares(params, batch), bad)  # noqa: E731
     assert all_nan(pa.grad_and_value(loss, microbatch_size=2)(PARAMS, make_batch()))
 
 

@@ -88,9 +88,7 @@ def test_value_draws_as_the_loop_does():
 def test_a_checkpoint_recomputes_with_the_masks_that_it_drew():
     """And what was drawn before it is drawn once."""
     w, x = torch.tensor([1.0, -2.0, 3.0]), torch.ones(7, 3)
-
-    def plain(w, x):
-        return squares(w, dropout(x, 0.5))
+    plain = lambda w, x: squares(w, dropout(x, 0.5))  # noqa: E731
 
     def checkpointed(w, x):
         return checkpoint(squares, w, dropout(x, 0.5), use_reentrant=False)
@@ -107,10 +105,7 @@ def test_a_captured_tensor_that_requires_a_gradient_costs_no_second_draw():
     """A whole batch is computed once more where its gradients are to have a graph."""
     w, x = torch.tensor([1.0, -2.0, 3.0]), torch.arange(1.0, 13.0).view(4, 3)
     captured = torch.tensor(2.0, requires_grad=True)
-
-    def loss(w, x):
-        return captured * squares(w, x)
-
+    loss = lambda w, x: captured * squares(w, x)  # noqa: E731
     torch.manual_seed(1)
     grads = pa.grad(loss)(w, x)
     after = torch.get_rng_state()

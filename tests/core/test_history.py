@@ -150,9 +150,7 @@ def test_parameters_of_modules_that_a_loss_captures(engine):
         for p in net.parameters():
             p.copy_(integers(G, *p.shape, bound=2))
 
-    def loss(w, x):
-        return ((net(x) @ w) ** 2).mean()
-
+    loss = lambda w, x: ((net(x) @ w) ** 2).mean()  # noqa: E731
     own = [*net.parameters()]
     want = torch.autograd.grad(number(grad(loss)(W, X)), own)
     for _ in range(2):  # the second call knows
@@ -206,10 +204,7 @@ def test_history_remembers_draws_and_modes():
     net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 1)).double()
     fn = pa.functional(net)
     x = X.clone().requires_grad_()
-
-    def loss(params, x):
-        return (fn.apply(params, fn.buffers, x)[0] ** 2).mean()
-
+    loss = lambda params, x: (fn.apply(params, fn.buffers, x)[0] ** 2).mean()  # noqa: E731
     torch.manual_seed(0)
     value = pa.value(loss, microbatch_size=4)(fn.params, x)
     state = torch.get_rng_state()
@@ -290,9 +285,7 @@ def test_a_value_over_a_stream_raises_too():
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("form", ["whole", "window", "generator", "pieces"])
 def test_a_step_follows_its_state_its_batch_and_what_is_shared(form, donate, compile):
-    def loss(w, x, c):
-        return mean(w, x, c)
-
+    loss = lambda w, x, c: mean(w, x, c)  # noqa: E731
     step = pa.make_step(loss, pa.sgd(0.5), microbatch_size=4, donate=donate, compile=compile)
     w, _, x, c = requiring((0, 2, 3))
     state = step.init(W)._replace(params=w)
@@ -395,9 +388,7 @@ def test_programs_of_several(data):
 
 
 def test_inside_of_a_microbatched_function():
-    def inner(w, x):
-        return pa.grad(lambda w, x: mean(w, x, C), microbatch_size=1)(w, x)
-
+    inner = lambda w, x: pa.grad(lambda w, x: mean(w, x, C), microbatch_size=1)(w, x)  # noqa: E731
     w = W.clone().requires_grad_()
     outer = pa.microbatch(lambda w, x: inner(w, x), microbatch_size=4, reduce="sum")
     number(outer(w, X)).backward()

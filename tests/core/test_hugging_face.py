@@ -78,10 +78,7 @@ def full_batch(model, batch):
 @pytest.mark.parametrize("size", SIZES)
 def test_weighted_by_tokens_is_the_full_batch(model, batch, size, engine):
     """To sqrt(u) of the sum of the norms of the microbatches' shares, leaf by leaf."""
-
-    def loss(params, part):
-        return pa.Weighted(total(model, params, part), count(part))
-
+    loss = lambda params, part: pa.Weighted(total(model, params, part), count(part))  # noqa: E731
     params = parameters(model)
     grads = pa.grad(loss, microbatch_size=size, engine=engine)(params, batch)
     expected = full_batch(model, batch)
@@ -98,10 +95,7 @@ def test_a_mean_of_means_is_far_off(model, batch):
     """The control: rows of different lengths averaged alike are far off, without any NaN."""
     rows = [i for i, kept in enumerate(KEPT) if kept]  # an all-masked mean is NaN
     some = {key: column[rows] for key, column in batch.items()}
-
-    def mean(params, part):
-        return total(model, params, part) / count(part)
-
+    mean = lambda params, part: total(model, params, part) / count(part)  # noqa: E731
     with pytest.raises(pa.CoupledLossError):
         pa.grad(mean, microbatch_size=1)(parameters(model), some)
     means = pa.grad(mean, microbatch_size=1, check=False)(parameters(model), some)

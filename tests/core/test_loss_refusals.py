@@ -105,10 +105,7 @@ X = torch.ones(4, 2)
 def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine, size):
     """The first mistake of a newcomer: a gradient of zero, step after step."""
     params = pa.functional(NET).params
-
-    def loss(p, x):
-        return NET(x).square().mean()
-
+    loss = lambda p, x: NET(x).square().mean()  # noqa: E731
     words = "depends on none of the parameters", "calls a Linear with its own", "functional(net)"
     with refused(ValueError, *words, given=(NET, params)):
         pa.grad(loss, microbatch_size=size, engine=engine)(params, X)

@@ -146,10 +146,7 @@ def test_bf16_params_are_summed_in_float32(seed, rows, size):
     """Each microbatch's gradient is exact in bfloat16 and their sum is not: rounded once."""
     x = torch.randint(5, 16, (rows,), generator=torch.Generator().manual_seed(seed)).bfloat16()
     w = torch.ones(MEMBERS, dtype=torch.bfloat16)
-
-    def loss(w, x):
-        return (w * x).sum()
-
+    loss = lambda w, x: (w * x).sum()  # noqa: E731
     gradient = pa.grad(loss, microbatch_size=size, reduction="sum")
     expected = x.double().sum().to(torch.bfloat16).expand(MEMBERS)
     if rows > size:  # else torch.func's own sum

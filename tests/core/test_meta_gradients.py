@@ -45,10 +45,7 @@ Outer = Callable[[Given], Tensor]
 def make(seed):
     """What is given; a batch for each step, and one more to judge by."""
     g = generator(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
+    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
     theta = torch.rand(STEPS, ROWS, generator=g, dtype=torch.float64) + 0.5
     rate = torch.tensor(0.1, dtype=torch.float64)
     batches = [{"x": normal(ROWS, 3), "y": normal(ROWS, 2)} for _ in range(STEPS + 1)]
@@ -267,9 +264,7 @@ def test_plain_autograd_follows_the_weights_of_samples_or_is_refused(
     def loss(params, batch):
         return weighted(params, batch if passed else batch | {"theta": theta[batch["row"]]})
 
-    def squares(grads):
-        return sum((g**2).sum() for g in optree.tree_leaves(grads))
-
+    squares = lambda grads: sum((g**2).sum() for g in optree.tree_leaves(grads))  # noqa: E731
     knobs = {"engine": engine, "nonfinite": nonfinite}
     got = pa.grad_and_value(loss, microbatch_size=size or ROWS, **knobs)(at.params, batch)
     by_hand = torch.func.grad_and_value(quotient)

@@ -56,10 +56,7 @@ def test_the_gradient_of_a_cut_is_the_cut_of_the_gradient(cut, seed):
     w, x, c = exact(seed)
     micro = partial(pa.microbatch, microbatch_size=cut)
     s = c[0]
-
-    def pull(w, x, c, s, f=both):
-        return vjp(f, w, x)[1]((c, s))
-
+    pull = lambda w, x, c, s, f=both: vjp(f, w, x)[1]((c, s))  # noqa: E731
     whole = pull(w, x, c, s)
     assert_trees_bitwise_equal(pull(w, x, c, s, micro(both, reduce=WORDS)), whole)
     inside = micro(
@@ -72,10 +69,7 @@ def test_the_gradient_of_a_cut_is_the_cut_of_the_gradient(cut, seed):
 def test_the_tangent_of_a_cut_is_the_cut_of_the_tangent(cut, seed):
     w, x, _ = exact(seed)
     micro = partial(pa.microbatch, microbatch_size=cut)
-
-    def push(w, x, v, y, f=both):
-        return jvp(f, (w, x), (v, y))
-
+    push = lambda w, x, v, y, f=both: jvp(f, (w, x), (v, y))  # noqa: E731
     given_ = w, x, w.flip(0), x.flip(0)
     whole = push(*given_)
     assert_trees_bitwise_equal(push(*given_, micro(both, reduce=WORDS)), whole)

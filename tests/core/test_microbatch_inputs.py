@@ -55,8 +55,7 @@ def loss_of(hit=lambda x: x, size=4):
         h = hit(b["x"]) @ p["w"] + (p["large"] ** 2).sum() * 2.0**-18
         return {"h": h * T, "k": b["k"], "again": [h]}
 
-    def last(p, x, s):
-        return (hit(x["h"]) - s + p["b"]).abs().sum()
+    last = lambda p, x, s: (hit(x["h"]) - s + p["b"]).abs().sum()  # noqa: E731
 
     def loss(p, b):
         rows = pa.microbatch(encode, microbatch_size=size)(p, b)
@@ -223,12 +222,8 @@ def test_a_recomputation_draws_the_same_numbers(order, seed, sizes):
     """
     w = torch.tensor([[2.0, -3.0, 1.0], [1.0, 2.0, -1.0]])
     x = torch.randint(1, 5, (ROWS, 3), generator=torch.Generator().manual_seed(seed)).float()
-
-    def encode(w, x):
-        return dropout(x * w[0], 0.5)
-
-    def last(w, h):
-        return (dropout(h, 0.5) * w[1] * h).sum(0)
+    encode = lambda w, x: dropout(x * w[0], 0.5)  # noqa: E731
+    last = lambda w, h: (dropout(h, 0.5) * w[1] * h).sum(0)  # noqa: E731
 
     def plain(w):
         h = torch.cat([encode(w, part) for part in x.split(sizes)])
@@ -253,10 +248,7 @@ def test_a_recomputation_draws_the_same_numbers(order, seed, sizes):
 def test_a_function_that_cannot_be_run_again_draws_once():
     """One with the parameters of a scripted module is recorded instead, from the beginning."""
     scripted = torch.jit.script(nn.Linear(3, 3))
-
-    def plain(w, x):
-        return scripted(dropout(x * w, 0.5))
-
+    plain = lambda w, x: scripted(dropout(x * w, 0.5))  # noqa: E731
     w, x = torch.ones(3, requires_grad=True), torch.ones(ROWS, 3)
     torch.manual_seed(1)
     out = pa.microbatch(plain, microbatch_size=4)(w, x)

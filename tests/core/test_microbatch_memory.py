@@ -65,9 +65,7 @@ def captured(f, cut):
     """Rows, of parameters from the closure."""
 
     def loss(params, x):
-        def of(x):
-            return f(params, x)
-
+        of = lambda x: f(params, x)  # noqa: E731
         z = pa.microbatch(of, microbatch_size=SIZE, batch_argnums=0)(x) if cut else of(x)
         return z.square().mean() + z.mean(0).square().sum()
 

@@ -254,9 +254,7 @@ class Programs:
 
     def a_step_through_a_step(cut):
         """The gradient with respect to a learning rate that a schedule captures."""
-
-        def loss(w, x):
-            return end(cut(rows)(w, x))
+        loss = lambda w, x: end(cut(rows)(w, x))  # noqa: E731
 
         def after(rate):
             step = pa.make_step(loss, pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(lambda _: rate)))
@@ -270,9 +268,7 @@ class Programs:
         return vmap(grad(of), (None, 0))(W, X[:, None]), each
 
     def a_dtype_and_a_device_of_its_own(cut):
-        def of(w, x):
-            return rows(w, x).float(), (x > 0), x.argmax(1), None, "name"
-
+        of = lambda w, x: (rows(w, x).float(), (x > 0), x.argmax(1), None, "name")  # noqa: E731
         found = cut(of)(W, X)
         assert found[3:] == (None, "name")
         return found[:3], grad(lambda w: cut(of)(w, X)[0].double().square().sum())(W)
@@ -325,9 +321,7 @@ def test_dropout_under_vmap_draws_again_what_it_drew(form, randomness):
         torch.manual_seed(5)
         return forms[form](lambda w: f(w).sum(0).pow(2).sum())
 
-    def dropped(w, x):
-        return F.dropout(x @ w, 0.5)
-
+    dropped = lambda w, x: F.dropout(x @ w, 0.5)  # noqa: E731
     micro = pa.microbatch(dropped, microbatch_size=2)
     loop = run(lambda w: torch.cat([dropped(w, part) for part in X.split(2)]))
     near(run(lambda w: micro(w, X)), loop, form)

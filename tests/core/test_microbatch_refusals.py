@@ -233,8 +233,6 @@ def test_microbatches_of_another_look_are_refused(reduce, what):
 
 
 def test_rows_along_a_dim_that_an_output_does_not_have_are_refused():
-    def func(x):
-        return x[0, 0]
-
+    func = lambda x: x[0, 0]  # noqa: E731
     with refused(ValueError, "out has shape (2,)", "along dim -3"):
         pa.microbatch(func, microbatch_size=2, batch_argnums=0, dim=-3)(torch.ones(4, 1, 2))

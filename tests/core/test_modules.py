@@ -104,10 +104,7 @@ def test_params_may_have_mixed_dtypes(engine, dtype):
     """Each leaf is summed in its own width and comes back in its own dtype; exact data."""
     params = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(3), "c": torch.ones((), dtype=dtype)}
     x = torch.randint(-15, 16, (7, 3)).float()
-
-    def loss(p, x):
-        return (p["a"] * x + p["b"] * x * x).double().sum() + p["c"] * len(x)
-
+    loss = lambda p, x: (p["a"] * x + p["b"] * x * x).double().sum() + p["c"] * len(x)  # noqa: E731
     grads = pa.grad(loss, microbatch_size=2, reduction="sum", engine=engine)(params, x)
     assert_trees_bitwise_equal(
         grads, {"a": x.sum(0).to(dtype), "b": (x * x).sum(0), "c": torch.tensor(7.0, dtype=dtype)}

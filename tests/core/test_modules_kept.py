@@ -35,10 +35,7 @@ def module(name):
 def test_a_call_leaves_the_module_as_it_was(name, knobs, network):
     net = module(network)
     params, batch = other_params(net), {"x": inputs(6)}
-
-    def loss(params, batch):
-        return (call(net, params, batch["x"]) ** 2).mean()
-
+    loss = lambda params, batch: (call(net, params, batch["x"]) ** 2).mean()  # noqa: E731
     with unchanged(net, params, batch):
         CALLS[name].run(loss, params, batch, check=False, **knobs)
 
@@ -66,10 +63,7 @@ def test_a_call_that_fails_leaves_the_module_as_it_was(name, knobs, network):
             raise BoomError
 
     net.get_submodule("head" if hasattr(net, "head") else "").register_forward_hook(fail)
-
-    def loss(params, batch):
-        return (call(net, params, batch["x"]) ** 2).mean()
-
+    loss = lambda params, batch: (call(net, params, batch["x"]) ** 2).mean()  # noqa: E731
     with unchanged(net, params, batch), pytest.raises(BoomError):
         CALLS[name].run(loss, params, batch, check=False, **knobs)
 
@@ -101,10 +95,7 @@ def test_captured_buffers_that_would_be_written_raise_and_stay(size):
 def test_a_frozen_parameter_stays_frozen_and_has_a_gradient(engine):
     """``requires_grad`` says what ``.backward()`` reaches; argnums says what is differentiated."""
     net = module("linear").requires_grad_(False)
-
-    def loss(params, x):
-        return (functional_call(net, params, x) ** 2).mean()
-
+    loss = lambda params, x: (functional_call(net, params, x) ** 2).mean()  # noqa: E731
     with unchanged(net):
         grads = pa.grad(loss, microbatch_size=2, engine=engine)(
             dict(net.named_parameters()), inputs(5)

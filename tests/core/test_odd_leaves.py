@@ -62,10 +62,7 @@ def test_gradients_of_complex_parameters_are_summed(engine, width, nonfinite, se
 def test_a_complex_gradient_that_is_not_finite_is_skipped(engine, width):
     """Only its imaginary part is NaN, and it arrives conjugated."""
     w = torch.ones(width, dtype=torch.complex64)
-
-    def loss(w, x):
-        return (w.conj() * x[:, None]).real.sum()
-
+    loss = lambda w, x: (w.conj() * x[:, None]).real.sum()  # noqa: E731
     x = torch.tensor([1 + 2j, complex(3, float("inf")), 5 - 1j])
     for batch, count in ((x, 1), (x[1:2], 1), (x[:1], 0)):
         acc = pa.accumulator(loss, reduction="sum", nonfinite="skip", engine=engine)
@@ -172,10 +169,7 @@ def test_leaves_may_have_no_dimension_and_no_elements(engine, nonfinite, reducti
 def test_zero_d_leaves_keep_their_dtype(engine, dtype):
     """A 0-d leaf would take on the dtype of what divides it."""
     w, x = torch.tensor(1.0, dtype=dtype), torch.arange(1.0, 6.0, dtype=dtype)
-
-    def loss(w, x):
-        return pa.Weighted((w * x).sum(), len(x))
-
+    loss = lambda w, x: pa.Weighted((w * x).sum(), len(x))  # noqa: E731
     gradient = pa.grad(loss, microbatch_size=2, engine=engine)
     assert_trees_bitwise_equal(gradient(w, x), torch.tensor(3.0, dtype=dtype))
     acc = pa.accumulator(loss, engine=engine)
@@ -189,10 +183,7 @@ def test_zero_d_leaves_keep_their_dtype(engine, dtype):
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
 def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite, engine):
     """And the sum that begins with it is added to: 1, 2, 4, ... in place of 1, 2, 3, ..."""
-
-    def loss(w, x):
-        return w.squeeze() + x.mean()
-
+    loss = lambda w, x: w.squeeze() + x.mean()  # noqa: E731
     grad = pa.grad(loss, microbatch_size=2, engine=engine, nonfinite=nonfinite)
     assert torch.equal(grad(torch.ones(1), torch.arange(12.0)), torch.ones(1))
 

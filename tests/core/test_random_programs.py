@@ -63,9 +63,7 @@ INPUTS = ("w", "rows", "captured")
 def cut(piece, size, by=1.0):
     """A piece over all rows, in one tensor; it captures what its weight is multiplied by."""
     reduce, func = PIECES[piece]
-
-    def scaled(w, x):
-        return func(w * by, x)
+    scaled = lambda w, x: func(w * by, x)  # noqa: E731
 
     def joined(w, x):
         whole = scaled
@@ -179,8 +177,7 @@ def test_a_program_under_a_mode_that_changes_numbers(pieces, wrt, size, way, bel
 
 
 def steps(size, count):
-    def loss(w, x, t):
-        return (torch.tanh(x @ w) - t).square().sum()
+    loss = lambda w, x, t: (torch.tanh(x @ w) - t).square().sum()  # noqa: E731
 
     def by_hand(p):
         w, momentum = W, torch.zeros_like(W)

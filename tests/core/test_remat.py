@@ -169,9 +169,7 @@ def test_a_tensor_that_is_mapped_may_be_captured():
     """By a vmap around the differentiation, as in per-sample gradients."""
 
     def run(wrap):
-        def total(w, x):
-            return squared(wrap(lambda w: curved(w, x)))(w)
-
+        total = lambda w, x: squared(wrap(lambda w: curved(w, x)))(w)  # noqa: E731
         each = vmap(grad(total), (None, 0))(W, X)
         alone = vmap(lambda x: wrap(lambda w: w @ x)(W))(X)
         return each, alone, jvp(lambda w: vmap(lambda x: wrap(lambda w: w @ x)(w))(X), (W,), (W,))
@@ -200,9 +198,7 @@ def test_a_rematerialised_function_compiles_into_one_graph(transform):
 
 def test_an_output_that_no_tangent_reaches_has_a_tangent_of_zero():
     """torch asserts where a Function returns None for it."""
-
-    def f(w, x):
-        return curved(w, x), 2 * x, torch.tensor(3)
+    f = lambda w, x: (curved(w, x), 2 * x, torch.tensor(3))  # noqa: E731
 
     def both(f):
         primals, tangents = jvp(lambda w: f(w, x)[:2], (W,), (W,))
@@ -327,10 +323,7 @@ CAPTURED = {
 
 def chained(wrap):
     w = leaf()
-
-    def link(p, x):
-        return (w @ x).tanh()
-
+    link = lambda p, x: (w @ x).tanh()  # noqa: E731
     if wrap is pa.remat:
         return pulled(pa.remat_sequential([link] * 2, 2)([(), ()], x), w)
     return pulled(link((), link((), x)), w)

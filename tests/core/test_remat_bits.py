@@ -103,9 +103,7 @@ def test_the_random_numbers_of_a_vmap_are_drawn_again(randomness):
 @pytest.mark.parametrize("cache", [False, True])
 def test_autocast_is_that_of_the_first_time(cache, backward_inside):
     """A weight that is used twice shows whether its cast is cached: its gradients are added."""
-
-    def twice(w, x):
-        return ((x @ w).relu() @ w).float()
+    twice = lambda w, x: ((x @ w).relu() @ w).float()  # noqa: E731
 
     def run(f):
         w = W.clone().requires_grad_()

@@ -69,9 +69,7 @@ def test_inputs_without_a_gradient_cost_none():
 @pytest.mark.parametrize("transform", ["autograd", "grad"])
 def test_one_tensor_may_be_two_arguments_and_an_output(transform):
     whole = torch.arange(-4.0, 5.0).reshape(3, 3)
-
-    def func(a, b):
-        return a, a.t(), a * b, b[0]
+    func = lambda a, b: (a, a.t(), a * b, b[0])  # noqa: E731
 
     def total(f):
         return lambda w: sum((i + 1) * (out**2).sum() for i, out in enumerate(f(w, w)))
@@ -148,10 +146,7 @@ def held(f, n, transform):
 
     fs = [lambda p, x: Noted.apply(x) * p] * n
     params = [torch.ones(3)] * n
-
-    def loss(params):
-        return f(fs)(params, x).sum()
-
+    loss = lambda params: f(fs)(params, x).sum()  # noqa: E731
     if transform == "grad":
         grad(loss)(params)
     elif transform == "pa.grad":
@@ -207,10 +202,7 @@ def test_nothing_is_held_but_inputs():
 def test_a_chain_is_its_functions_in_a_row(n):
     fs = [lambda p, x, i=i: torch.tanh(x @ p) + i for i in range(n)]
     params = [torch.randn(3, 3) for _ in range(n)]
-
-    def run(chain):
-        return grad(lambda p, x: (chain(p, x) ** 2).sum(), (0, 1))(params, X)
-
+    run = lambda chain: grad(lambda p, x: (chain(p, x) ** 2).sum(), (0, 1))(params, X)  # noqa: E731
     expected = run(in_a_row(fs))
     for segments in (None, *range(1, n + 1)):
         assert_trees_bitwise_equal(run(pa.remat_sequential(fs, segments)), expected)
@@ -247,9 +239,7 @@ def test_a_step_rematerialises_its_loss(donate):
         return x
 
     def run(call):
-        def loss(p, batch):
-            return (call(p, batch) ** 2).mean()
-
+        loss = lambda p, batch: (call(p, batch) ** 2).mean()  # noqa: E731
         step = pa.make_step(loss, pa.adamw(1e-2), microbatch_size=2, donate=donate)
         state = step.init(params)
         for _ in range(2):

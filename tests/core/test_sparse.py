@@ -23,10 +23,7 @@ def total(params, batch, sparse):
 
 def make(seed, vocabulary, rows):
     g = generator(seed)
-
-    def whole(*shape):
-        return torch.randint(-7, 8, shape, generator=g).float()
-
+    whole = lambda *shape: torch.randint(-7, 8, shape, generator=g).float()  # noqa: E731
     batch = {
         "i": torch.randint(0, 6, (rows, 2), generator=g),  # repeats within rows and between
         "y": whole(rows),
@@ -81,10 +78,7 @@ def test_sparse_gradients_are_summed_as_dense_ones(
 def test_a_sparse_gradient_that_is_not_finite_is_skipped(engine, vocabulary, donate):
     """One NaN among its few values."""
     params, batch = make(0, vocabulary, 6)
-
-    def loss(p, b):
-        return total(p, b, sparse=True)
-
+    loss = lambda p, b: total(p, b, sparse=True)  # noqa: E731
     acc = pa.accumulator(loss, reduction="sum", nonfinite="skip", engine=engine)
     clean = acc.update(acc.init(params), params, batch)
     before = clean.grads["emb"].clone()

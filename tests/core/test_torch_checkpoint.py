@@ -70,10 +70,7 @@ def test_the_gradient_of_a_stream_is_that_without_checkpoints(name, donate):
 def test_two_modules_in_one_loss_recompute_with_their_own_parameters():
     nets = [make("linear", 0), make("a method", 5)]
     params, x = tuple(other_params(net, i) for i, net in enumerate(nets)), inputs(5)
-
-    def loss(p, q, x):
-        return (call(nets[0], p, x) * call(nets[1], q, x)).mean()
-
+    loss = lambda p, q, x: (call(nets[0], p, x) * call(nets[1], q, x)).mean()  # noqa: E731
     with unchanged(nets):
         grads = gradients(loss, params, x, 2)
     assert_trees_bitwise_equal(grads, by_hand(loss, nets, params, x, 2))
@@ -84,10 +81,7 @@ def test_a_module_may_be_called_twice_with_the_same_parameters(name):
     """And with buffers of its own each time, which a gradient does not depend on."""
     net, x = make(name), inputs(6)
     params = (other_params(net),)
-
-    def loss(p, x):
-        return (call(net, p, x) * call(net, p, -x)).mean()
-
+    loss = lambda p, x: (call(net, p, x) * call(net, p, -x)).mean()  # noqa: E731
     with unchanged(net):
         grads = gradients(loss, params, x, 2)
     assert_trees_bitwise_equal(grads, by_hand(loss, [net], params, x, 2))
@@ -100,10 +94,7 @@ def test_a_module_called_twice_with_different_parameters_is_refused(name):
     """A recomputation cannot tell whose it is: an error, never a wrong gradient."""
     net = make(name)
     params = (other_params(net, 1), other_params(net, 2))
-
-    def loss(p, q, x):
-        return (call(net, p, x) * call(net, q, x)).mean()
-
+    loss = lambda p, q, x: (call(net, p, x) * call(net, q, x)).mean()  # noqa: E731
     with unchanged(net, params), pytest.raises(RuntimeError, match=AMBIGUOUS):
         gradients(loss, params, inputs(5), 2)
 
@@ -112,10 +103,7 @@ def test_two_modules_that_share_one_with_different_parameters_are_refused():
     shared = nn.Linear(3, 3)
     nets = [Checkpointed(shared).double(), Checkpointed(shared).double()]
     params = tuple(other_params(net, i) for i, net in enumerate(nets))
-
-    def loss(p, q, x):
-        return (call(nets[0], p, x) * call(nets[1], q, x)).mean()
-
+    loss = lambda p, q, x: (call(nets[0], p, x) * call(nets[1], q, x)).mean()  # noqa: E731
     with unchanged(nets), pytest.raises(RuntimeError, match=AMBIGUOUS):
         gradients(loss, params, inputs(5), 2)
 
@@ -128,12 +116,8 @@ def test_what_the_refusal_advises_works():
     def again(p, x):
         return checkpoint(lambda p, x: functional_call(net, p, x), p, x, use_reentrant=False)
 
-    def loss(p, q, x):
-        return (again(p, x) * again(q, x)).mean()
-
-    def plain(p, q, x):
-        return (call(net, p, x) * call(net, q, x)).mean()
-
+    loss = lambda p, q, x: (again(p, x) * again(q, x)).mean()  # noqa: E731
+    plain = lambda p, q, x: (call(net, p, x) * call(net, q, x)).mean()  # noqa: E731
     with unchanged(net):
         grads = gradients(loss, params, x, 2)
     assert_trees_bitwise_equal(grads, by_hand(plain, [], params, x, 2))

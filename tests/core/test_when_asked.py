@@ -94,10 +94,7 @@ def test_a_call_that_does_not_ask_calls_the_loss_once_a_microbatch():
 
 def test_each_call_that_asks_is_about_another_microbatch():
     """So that one bad microbatch of four is met, wherever it stands."""
-
-    def loss(w, x):
-        return (coupled if (x > 5).any() else fits)(w, x)
-
+    loss = lambda w, x: (coupled if (x > 5).any() else fits)(w, x)  # noqa: E731
     for bad, call in enumerate(SCHEDULE):
         coupling._answers.clear()
         x = rows(16)
@@ -253,9 +250,7 @@ def test_few_rows(n, size):
 
 
 def test_microbatches_without_rows_count_for_nothing():
-    def loss(w, x):
-        return pa.Weighted((x @ w).square().sum(), len(x))
-
+    loss = lambda w, x: pa.Weighted((x @ w).square().sum(), len(x))  # noqa: E731
     parts = rows(0), rows(4), rows(0), rows(1)
     assert in_parts(pa.accumulator(loss), W, parts).weight == 5
 

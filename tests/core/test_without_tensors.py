@@ -155,10 +155,7 @@ def test_a_batch_without_tensors_is_never_cut(form, batch, kind, engine, data):
 def test_the_aux_of_a_batch_without_tensors_is_that_of_one_microbatch(kind, word):
     """And of a batch that is not cut, what the loss returned."""
     loss = loss_of(kind)
-
-    def with_aux(params, batch):
-        return loss(params, batch), params["a"] * 2
-
+    with_aux = lambda params, batch: (loss(params, batch), params["a"] * 2)  # noqa: E731
     knobs = {"has_aux": True, "aux_reduction": word}
     knobs["reduction"] = "sum" if kind == "sum" else "mean"
     step = pa.make_step(with_aux, pa.sgd(1.0), **knobs)
