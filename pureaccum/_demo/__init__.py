@@ -17,14 +17,7 @@ def missing() -> list[str]:
 
 
 def run(picture: Path, steps: int = 100) -> bool:
-    """Train, show, and draw.
-
-    Args:
-        picture: The file to draw to.
-        steps: How many steps have to be applied in each run.
-
-    Returns:
-        Whether the claim held.
+    """Train until so many steps are applied in each run, show, and draw; whether the claim held.
 
     Raises:
         OSError: The picture cannot be written. A link is not followed: what it leads to is no

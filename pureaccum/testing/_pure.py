@@ -140,15 +140,17 @@ def _changes(before: Picture, after: Picture) -> str:
             # a generator that is new was seeded, and not drawn from
             if was is not None or name not in _GENERATORS:
                 said.append(f"{name}, which is {'new' if was is None else 'gone'}")
-            continue
-        changed = [what for what in was | now if was.get(what, _Is(was)) != now.get(what, _Is(now))]
-        if changed:
-            changed = next(([what] for what in ("class", "identity") if what in changed), changed)
+        elif changed := _changed(was, now):
             said.append(f"{name}: " + ", ".join(_change(what, was, now) for what in changed))
-            kinds = ("hooks" if "hooks" in what else what for what in changed)
-            causes += [_CAUSES[kind] for kind in kinds if kind in _CAUSES]
-    because = f" Likely cause: {causes[0]}." if causes else ""
+            causes += (_CAUSES.get("hooks" if "hooks" in what else what, "") for what in changed)
+    because = next((f" Likely cause: {cause}." for cause in causes if cause), "")
     return f"the call changed {'; '.join(said)}.{because}" if said else ""
+
+
+def _changed(was: Looks, now: Looks) -> list[str]:
+    """Which looks differ: of another object, or of one of another class, only that it is."""
+    changed = [what for what in was | now if was.get(what, _Is(was)) != now.get(what, _Is(now))]
+    return next(([what] for what in ("class", "identity") if what in changed), changed)
 
 
 def _change(what: str, was: Looks, now: Looks) -> str:

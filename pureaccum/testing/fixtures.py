@@ -24,10 +24,8 @@ def accumulates() -> Callable[..., Any]:
     """A function that fails the test where a loss, or a loop, depends on how a batch is cut.
 
     The rule: ``check_accumulation``, or ``check_training_loop`` where its second argument is a
-    module; a report that does not fit is the message of the failure, without a traceback.
-
-    Returns:
-        A function with the arguments of the one or the other, which returns the report.
+    module, with the same arguments and the same report; one that does not fit is the message of
+    the failure, without a traceback.
 
     Example:
         >>> def test_my_loss(accumulates):

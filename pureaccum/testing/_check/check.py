@@ -22,14 +22,16 @@ from ..._core.loss import Reduction
 from .diagnosis import UNKNOWN, Case, diagnose, wrong_derivatives
 from .kept import names_of
 from .loop import Loop, of_loop, run_loop, trial_of_loop
-from .report import AccumulationMismatch, Diagnosis, Leaf, Report, Split
+from .report import AccumulationMismatch, Diagnosis, Report, Split
 from .rows import raises
 from .subject import Subject, preserving_random, split_at, uncompiled, ways
 from .trials import (
+    Comparison,
     Trial,
     accumulated,
     compare_natively,
     is_rounding,
+    name_of,
     native_trial,
     repeats,
     trial_of,
@@ -183,13 +185,17 @@ def read_subject(loss_fn: Any, params: Any, batch: Any, seeds: Iterator[int]) ->
     flat = read_batch(batch)
     layouts = {x.layout for x in flat.leaves if isinstance(x, Tensor)}
     # A check takes rows one by one, which torch can do of COO tensors, too.
-    rows = need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat, one_by_one=True)
+    need_two(need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat, one_by_one=True))
+    return Subject(loss_fn=loss_fn, params=params, batch=flat, seeds=seeds)
+
+
+def need_two(rows: int) -> None:
+    """Raise where there are too few rows to cut."""
     if rows < 2:
         raise ValueError(
             f"batch has {rows} row{'s' * (rows != 1)}; expected at least two, since one cannot be "
             "cut."
         )
-    return Subject(loss_fn=loss_fn, params=params, batch=flat, seeds=seeds)
 
 
 def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Split]:
@@ -252,60 +258,67 @@ def _examine(
     subject, names = subjects[0], ["value", *paths(flatten(subjects[0].params)[1], "params")]
     trials = [_comparable_trial(each, seen.narrowest, reference) for each in subjects]
     sound = _try_all(trials, splits)
-    bad = next((trial for trial in trials if not trial.fits(splits)), trials[0])
-    first, full = trials[0], trials[0].whole(subject.everything())
     times = 12 if seen.draws or seen.assigned else 1
-    draws, keeps = repeats(first.subject, whole_batch, first.bound, times)
-    worst = worst_of(trials, splits, len(names))
-    native, overflow = compare_natively(
+    draws, keeps = repeats(trials[0].subject, whole_batch, trials[0].bound, times)
+    found, overflow = _compared(
+        trials,
+        splits,
+        sound,
         lambda split: accumulated(subject, split).leaves,
         lambda: whole_batch(subject).leaves,
-        full,
-        sound,
     )
     case = Case(
         subject=subject,
-        trial=bad,
+        trial=next((trial for trial in trials if not trial.fits(splits)), trials[0]),
         seen=seen,
         splits=splits,
         draws=draws,
         keeps=keeps,
         overflow="" if overflow is None else names[overflow],
-        shown=list(dict.fromkeys(split for _, trial, split in worst if split and trial is bad)),
+        worst=found.worst,
     )
     causes = diagnose(case)
     if finite_differences and not causes:
-        causes = tuple(wrong_derivatives(first.subject))
+        causes = tuple(wrong_derivatives(trials[0].subject))
     if loop is not None:
         with _advising(reference):
-            run_loop(loop, first.subject, splits[0])  # what it raises comes through
-        trials, names = [trial_of_loop(loop, trial) for trial in trials], names[1:]
-        sound = [split for split in _try_all(trials, splits) if split in sound]
-        worst = worst_of(trials, splits, len(names))
-        native, _ = compare_natively(
-            lambda split: run_loop(loop, subject, split),
-            lambda: whole_batch(subject).leaves[1:],
-            full[1:],
-            sound,
-        )
-        cause = None if causes else _cause_of_loop(loop, trials, case, native, reference)
+            run_loop(loop, trials[0].subject, splits[0])  # what it raises comes through
+        found, names = _loop_compared(loop, trials, splits, sound, subject), names[1:]
+        cause = None if causes else _cause_of_loop(loop, found, case, reference)
         causes = (cause,) if cause else causes
-    if reference == "native":
-        native = [math.nan] * len(names)  # the full batch's own error is not known
-    dtype = _name(seen.dtype)
-    return Report(
-        fits=not causes and all(trial.fits(splits) for trial in trials),
-        leaves=tuple(
-            Leaf(name, error, split, ratio)
-            for name, (error, _, split), ratio in zip(names, worst, native, strict=True)
-        ),
-        diagnoses=causes,
-        rows=subject.rows,
-        splits=len(splits) * len(trials),
-        loss="Weighted" if seen.weighted else subject.reduction,
-        dtype=dtype,
-        reference=dtype if reference == "native" else reference,
+    if reference == "native":  # the full batch's own error is not known
+        found = found._replace(native=[math.nan] * len(names))
+    loss = "Weighted" if seen.weighted else subject.reduction
+    return found.report(
+        names, causes, loss, seen.dtype, name_of(seen.dtype) if reference == "native" else reference
     )
+
+
+def _compared(
+    trials: list[Trial],
+    splits: list[Split],
+    sound: list[Split],
+    run: Callable[[Split], list[Tensor]],
+    alone: Callable[[], list[Tensor]],
+) -> tuple[Comparison, int | None]:
+    """All splits beside the full batch, and the sound ones in the loss's own dtypes."""
+    full = trials[0].whole(trials[0].subject.everything())
+    worst = worst_of(trials, splits, len(full))
+    native, overflow = compare_natively(run, alone, full, sound)
+    return Comparison(trials, splits, worst, native), overflow
+
+
+def _loop_compared(
+    loop: Loop, own: list[Trial], splits: list[Split], sound: list[Split], subject: Subject
+) -> Comparison:
+    trials = [trial_of_loop(loop, trial) for trial in own]
+    return _compared(
+        trials,
+        splits,
+        [split for split in _try_all(trials, splits) if split in sound],
+        lambda split: run_loop(loop, subject, split),
+        lambda: whole_batch(subject).leaves[1:],
+    )[0]
 
 
 def _comparable_trial(subject: Subject, narrowest: torch.dtype, reference: Reference) -> Trial:
@@ -330,24 +343,19 @@ def _try_all(trials: list[Trial], splits: list[Split]) -> list[Split]:
 
 
 def _cause_of_loop(
-    loop: Loop, trials: list[Trial], case: Case, native: list[float], reference: Reference
+    loop: Loop, found: Comparison, case: Case, reference: Reference
 ) -> Diagnosis | None:
     """What is wrong with a loop where nothing is wrong with the loss."""
-    wrong = not all(trial.fits(case.splits) for trial in trials)
-    found = of_loop(loop, trials[0], wrong)
-    if found or not wrong:
-        return found
-    if reference == "float64" and is_rounding(native):
+    cause = of_loop(loop, found.trials[0], wrong=not found.fits)
+    if cause or found.fits:
+        return cause
+    if reference == "float64" and is_rounding(found.native):
         raise ValueError(
-            f"the loop computes in {_name(case.seen.dtype)} whatever it is given (with a module's "
-            "own parameters?), and is as near to float64 as that can be; pass reference='native' "
-            "to compare it in its own dtype."
+            f"the loop computes in {name_of(case.seen.dtype)} whatever it is given (with a "
+            "module's own parameters?), and is as near to float64 as that can be; pass "
+            "reference='native' to compare it in its own dtype."
         )
-    return raises(trials[0], case.splits) or UNKNOWN
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return raises(found.trials[0], case.splits) or UNKNOWN
 
 
 @contextmanager

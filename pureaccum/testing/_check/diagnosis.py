@@ -25,7 +25,7 @@ from .report import Diagnosis, Split
 from .rows import of_rows
 from .subject import BATCH_NORM, DROPOUTS, Subject
 from .trials import Trial, repeats, trial_of, whole_batch
-from .watch import Call, Seen
+from .watch import Call, Seen, Written
 
 
 class Case(NamedTuple):
@@ -38,7 +38,12 @@ class Case(NamedTuple):
     draws: bool  # other random numbers give another result
     keeps: bool  # a second call gives another result
     overflow: str  # the leaf that is not finite in the loss's own dtypes
-    shown: list[Split]  # small splits that show what is wrong
+    worst: Sequence[tuple[float, Trial, Split]]  # of each leaf
+
+    @property
+    def shown(self) -> list[Split]:
+        """Small splits that show what is wrong."""
+        return list(dict.fromkeys(it for _, its, it in self.worst if it and its is self.trial))
 
 
 UNKNOWN = Diagnosis(
@@ -88,11 +93,15 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
 _ARGUMENT = "def loss(params, batch): ...  # what changes comes in as an argument, or in the batch"
 
 
+def _written(case: Case) -> list[Written]:
+    """What is written to, but for running statistics, which have a diagnosis of their own."""
+    norms = {call.module for call in case.seen.batch_norms} - {""}
+    found = (w for w in case.seen.written if w.by.module not in norms)
+    return [w for w in found if w.by.function != BATCH_NORM]
+
+
 def _state(case: Case) -> Iterator[Diagnosis]:
-    norms = {call.module for call in case.seen.batch_norms}
-    # running statistics of batch norms have a diagnosis of their own
-    written = [w for w in case.seen.written if w.by.module not in norms - {""}]
-    written = [w for w in written if w.by.function != BATCH_NORM]
+    written = _written(case)
     held = [w for w in written if not w.given]
     if given := _listed([w.name for w in written if w.given]):
         yield Diagnosis(

@@ -44,8 +44,9 @@ class Namespace(NamedTuple):
         now, before = self.now(), self.before
         if now.keys() == before.keys() and all(map(_is, now.values(), before.values())):
             return []
-        keys, none = {**before, **now}, object()
-        return [self.called(k) for k in keys if not _is(now.get(k, none), before.get(k, none))]
+        none = object()
+        differ = (k for k in before | now if not _is(now.get(k, none), before.get(k, none)))
+        return [self.called(k) for k in differ]
 
     def called(self, key: Any) -> str:
         """A name as a user would write it."""
@@ -53,9 +54,9 @@ class Namespace(NamedTuple):
             return self.owner or str(key)
         return f"{self.owner}.{key}" if isinstance(key, str) else f"{self.owner}[{key!r}]"
 
-    def again(self) -> "Namespace":
-        """A later snapshot of these names."""
-        return self._replace(before=self.now())
+    def items(self) -> list[tuple[str, Any]]:
+        """What was there, by the names that a user would write."""
+        return [(self.called(key), x) for key, x in self.before.items()]
 
 
 def _is(a: Any, b: Any) -> bool:
@@ -94,35 +95,32 @@ def names_of(*functions: Any) -> list[Namespace]:
     return [names for fn in functions for names in _below("", fn, seen, 5)]
 
 
-def _below(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Namespace]:
-    if id(value) in seen or not depth:
+def _below(path: str, x: Any, seen: set[int], depth: int) -> Iterator[Namespace]:
+    if id(x) in seen or not depth:
         return
-    seen.add(id(value))
-    inside: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, nn.Module):
-        yield from _of_module(path or type(value).__name__, value)
-    elif isinstance(value, partial):
-        inside = [(path, x) for x in (value.func, *value.args, *value.keywords.values())]
-    elif isinstance(value, MethodType):
-        inside = [("self", value.__self__), (path, value.__func__)]
-    elif isinstance(value, FunctionType):
-        yield from _of_function(value)
-        inside = captured(value)
-    elif hasattr(value, "cache_clear"):
-        yield _of_cache(path, value)
-    elif isinstance(value, torch.optim.Optimizer):
-        inside = [(f"{path}.state", value.state)]
-    elif (names := _of_container(path, value)) is not None:
-        yield names
-        inside = [(names.called(key), x) for key, x in names.before.items()]
-    elif isinstance(value, SimpleNamespace) or not (
-        isinstance(value, (Tensor, type)) or elsewhere(type(value).__module__)
-    ):
-        attributes = getattr(value, "__dict__", {})
-        yield _of_dict(path, attributes)
-        inside = [(f"{path}.{key}", x) for key, x in attributes.items()]
-    for name, x in inside:
-        yield from _below(name, x, seen, depth - 1)
+    seen.add(id(x))
+    own, inside = _looked_into(path, x)
+    yield from own
+    for name, it in inside:
+        yield from _below(name, it, seen, depth - 1)
+
+
+def _looked_into(path: str, x: Any) -> tuple[list[Namespace], Iterable[tuple[str, Any]]]:
+    """The names in a thing itself, and what has to be looked into next."""
+    if isinstance(x, nn.Module):
+        return [*_of_module(path or type(x).__name__, x)], ()
+    if isinstance(x, partial):
+        return [], [(path, it) for it in (x.func, *x.args, *x.keywords.values())]
+    if isinstance(x, MethodType):
+        return [], [("self", x.__self__), (path, x.__func__)]
+    if isinstance(x, FunctionType):
+        return [*_of_function(x)], captured(x)
+    if hasattr(x, "cache_clear"):
+        return [_of_cache(path, x)], ()
+    if isinstance(x, torch.optim.Optimizer):
+        return [], [(f"{path}.state", x.state)]
+    names = _of_container(path, x) or _of_attributes(path, x)
+    return ([names], names.items()) if names else ([], ())
 
 
 def _of_module(path: str, root: nn.Module) -> Iterator[Namespace]:
@@ -152,22 +150,22 @@ def _of_grads(path: str, parameters: dict[str, nn.Parameter]) -> Namespace:
     return _snapshot(path, "grads", grads, put)
 
 
-def _of_container(path: str, value: Any) -> Namespace | None:
+def _of_container(path: str, x: Any) -> Namespace | None:
     """A container of any kind by its contents; a whole data set is data, and no state."""
     numpy = sys.modules.get("numpy")
-    if numpy and isinstance(value, numpy.ndarray) and value.size <= _MOST:
-        return _of_array(path, value)
-    if not isinstance(value, (dict, list, deque, set)) or len(value) > _MOST:
+    if numpy and isinstance(x, numpy.ndarray) and x.size <= _MOST:
+        return _of_array(path, x)
+    if not isinstance(x, (dict, list, deque, set)) or len(x) > _MOST:
         return None
-    if isinstance(value, dict):
-        return _of_dict(path, value)
+    if isinstance(x, dict):
+        return _of_dict(path, x)
 
     def now() -> dict[Any, Any]:
-        return {x: x for x in value} if isinstance(value, set) else dict(enumerate(value))
+        return {it: it for it in x} if isinstance(x, set) else dict(enumerate(x))
 
     def put(before: dict[Any, Any]) -> None:
-        value.clear()
-        (value.update if isinstance(value, set) else value.extend)(before.values())
+        x.clear()
+        (x.update if isinstance(x, set) else x.extend)(before.values())
 
     return _snapshot(path, "names", now, put)
 
@@ -175,12 +173,21 @@ def _of_container(path: str, value: Any) -> Namespace | None:
 _MOST = 10_000
 
 
-def _of_dict(path: str, value: dict[Any, Any], kind: _Kind = "names") -> Namespace:
-    def put(before: dict[Any, Any]) -> None:
-        value.clear()
-        value.update(before)
+def _of_attributes(path: str, x: Any) -> Namespace | None:
+    """The attributes of an object, if it is of a class of the user's."""
+    if isinstance(x, SimpleNamespace) or not (
+        isinstance(x, (Tensor, type)) or elsewhere(type(x).__module__)
+    ):
+        return _of_dict(path, getattr(x, "__dict__", {}))
+    return None
 
-    return _snapshot(path, kind, lambda: dict(value), put)
+
+def _of_dict(path: str, x: dict[Any, Any], kind: _Kind = "names") -> Namespace:
+    def put(before: dict[Any, Any]) -> None:
+        x.clear()
+        x.update(before)
+
+    return _snapshot(path, kind, lambda: dict(x), put)
 
 
 def _of_array(path: str, value: Any) -> Namespace:

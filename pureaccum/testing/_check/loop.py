@@ -7,7 +7,6 @@ With ``g_k`` the gradient of the loss of microbatch ``k`` as it came, the loop's
 and the ``a_k`` are found by least squares. They tell one mistake from another.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..._base.trees import flatten, paths, tree_leaves
 from ..._core.ledger import plain_sum
 from ..._core.loss import divisor
 from .report import Diagnosis, Indices, Split
-from .subject import Subject, split_at
+from .subject import Subject, uneven
 from .trials import Bound, Result, Trial, repeats
 
 
@@ -68,10 +67,9 @@ def run_loop(loop: Loop, subject: Subject, split: Split, seed: int | None = None
 
 
 def of_loop(loop: Loop, trial: Trial, wrong: bool) -> Diagnosis | None:
-    """What the loop makes of three microbatches of different sizes (two, where rows are few)."""
+    """What the loop makes of a few microbatches of different sizes."""
     rows = trial.subject.everything()
-    sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
-    split = split_at(rows, itertools.accumulate(sizes))
+    split = uneven(rows)
     raw = trial.subject._replace(reduction="sum")  # the gradient of a loss as it came
     try:
         if impure := _impure(loop, trial, split):
@@ -149,54 +147,66 @@ def mistake(
     if are(*shares):
         return None
     if are(*[0.0] * (k - 1), last):
-        return Diagnosis(
-            "gradients zeroed",
-            "only the last microbatch is in the result: the gradients are zeroed in every "
-            "iteration, or overwritten.",
-            "optimizer.zero_grad()  # once, before the loop over microbatches; and grad += g",
-        )
+        return _ZEROED
     if are(*found[:-1], 0.0):
-        return Diagnosis(
-            "tail dropped",
-            "the last, shorter microbatch is not in the result.",
-            "for part in pa.microbatches(batch, size): ...  # the ragged tail is kept",
-        )
-    if are(*[1 / k] * k) and is_sum:
-        return Diagnosis(
-            "sum as mean",
-            f"sums of microbatches are added and divided by their number, {k}: the result is "
-            "1/k of the full batch's.",
-            "grads += grad  # sums need no division",
-        )
+        return _TAIL_DROPPED
     if are(*[1 / k] * k):
-        return Diagnosis(
-            "mean of means",
-            "every microbatch counts alike, whatever its rows or its weight: right where all "
-            "microbatches are equal, wrong where one is shorter.",
-            f"{_BY_ROWS}  # not / number_of_microbatches",
-        )
+        return _sums_divided(k) if is_sum else _ALL_ALIKE
     if not is_sum and are(*[1.0] * k):
-        return Diagnosis(
-            "mean as sum",
-            "means of microbatches are added and not divided: with k equal microbatches the "
-            "result is k times the full batch's.",
-            _BY_ROWS,
-        )
+        return _ADDED
     if max(ratios) - min(ratios) <= _ALIKE * max(map(abs, ratios)):
-        return Diagnosis(
-            "factor",
-            f"every microbatch counts {ratios[0]:.6g} times as much as it should: is a scale not "
-            "undone, a division done twice, a gradient clipped?",
-            f"grads = grads / {ratios[0]:.6g}",
-        )
-    if not certain:
-        return None
+        return _factor(ratios[0])
+    return _weighted_wrongly(found, shares) if certain else None
+
+
+_BY_ROWS = "grads += grad * (rows_of_microbatch / rows_of_batch)"
+_ZEROED = Diagnosis(
+    "gradients zeroed",
+    "only the last microbatch is in the result: the gradients are zeroed in every iteration, or "
+    "overwritten.",
+    "optimizer.zero_grad()  # once, before the loop over microbatches; and grad += g",
+)
+_TAIL_DROPPED = Diagnosis(
+    "tail dropped",
+    "the last, shorter microbatch is not in the result.",
+    "for part in pa.microbatches(batch, size): ...  # the ragged tail is kept",
+)
+_ALL_ALIKE = Diagnosis(
+    "mean of means",
+    "every microbatch counts alike, whatever its rows or its weight: right where all microbatches "
+    "are equal, wrong where one is shorter.",
+    f"{_BY_ROWS}  # not / number_of_microbatches",
+)
+_ADDED = Diagnosis(
+    "mean as sum",
+    "means of microbatches are added and not divided: with k equal microbatches the result is k "
+    "times the full batch's.",
+    _BY_ROWS,
+)
+
+
+def _sums_divided(k: int) -> Diagnosis:
+    return Diagnosis(
+        "sum as mean",
+        f"sums of microbatches are added and divided by their number, {k}: the result is 1/k of "
+        "the full batch's.",
+        "grads += grad  # sums need no division",
+    )
+
+
+def _factor(ratio: float) -> Diagnosis:
+    return Diagnosis(
+        "factor",
+        f"every microbatch counts {ratio:.6g} times as much as it should: is a scale not undone, a "
+        "division done twice, a gradient clipped?",
+        f"grads = grads / {ratio:.6g}",
+    )
+
+
+def _weighted_wrongly(found: list[float], shares: list[float]) -> Diagnosis:
     counted = ", ".join(f"{a:.4g} (right: {b:.4g})" for a, b in zip(found, shares, strict=True))
     return Diagnosis(
         "wrong weights",
         f"the microbatches count as {counted}. (Clipping each of them does that, too.)",
         _BY_ROWS,
     )
-
-
-_BY_ROWS = "grads += grad * (rows_of_microbatch / rows_of_batch)"

@@ -11,6 +11,7 @@ With ``f(A)`` the loss of the rows ``A`` and its gradient, ``f(AB)`` that of ``A
                      for all x, and of two y(x) (1 + x s)(1 + x s') is a straight line in x
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -276,29 +277,42 @@ def _weights_of_rows(loss: LossOfRows) -> dict[int, float] | None:
 
 
 def _weights_against(loss: LossOfRows, base: int, rows: range) -> dict[int, float] | None:
-    one, shares = loss.mean(base), {base: 1.0}
+    """The weights of rows relative to one row's; None where it tells none, or they are none."""
+    weights = {base: 1.0}
+    for row in rows:
+        if row != base:
+            weight = _weight_beside(loss, base, row)
+            if weight is None:
+                return None
+            if weight == weight:
+                weights[row] = weight
+    all_, least = sum(weights.values()), min(filter(None, weights.values()))
+    parts = [(weight / all_, loss.mean(row)) for row, weight in weights.items() if weight]
+    whole, known = loss.mean(*sorted(weights)), [(share, value) for share, value in parts if value]
+    if len(weights) < 2 or whole is None or not loss.agree(known, whole):
+        return None
+    return {row: weight / least for row, weight in sorted(weights.items())}
+
+
+def _weight_beside(loss: LossOfRows, base: int, row: int) -> float | None:
+    """The weight of a row relative to another's: NaN where it is not known, None where none fits.
+
+    The mean of both lies between theirs, the nearer to the one that weighs more.
+    """
+    one = loss.mean(base)
     if one is None:
         return None
-    for row in rows:
-        other, both = loss.mean(row), loss.mean(*sorted((base, row)))
-        if row == base or both is None:
-            continue
-        if other is None or not any(x.any() for x in other.terms):
-            if not loss.agree([(1, one)], both):
-                return None
-            shares[row] = 0.0  # nothing by itself, and nothing beside another: masked
-            continue
-        apart, along = (_vector(value) - _vector(one) for value in (other, both))
-        share = float(along @ apart / (apart @ apart))
-        if not 0 < share < 1 or not loss.agree([(1 - share, one), (share, other)], both):
-            return None
-        shares[row] = share / (1 - share)
-    all_, least = sum(shares.values()), min(filter(None, shares.values()))
-    parts = [(share / all_, loss.mean(row)) for row, share in shares.items() if share]
-    whole, known = loss.mean(*sorted(shares)), [(share, value) for share, value in parts if value]
-    if len(shares) < 2 or whole is None or not loss.agree(known, whole):
+    other, both = loss.mean(row), loss.mean(*sorted((base, row)))
+    if both is None:
+        return math.nan
+    if other is None or not any(x.any() for x in other.terms):
+        # nothing by itself, and nothing beside another: masked
+        return 0.0 if loss.agree([(1, one)], both) else None
+    apart, along = (_vector(value) - _vector(one) for value in (other, both))
+    share = float(along @ apart / (apart @ apart))
+    if not 0 < share < 1 or not loss.agree([(1 - share, one), (share, other)], both):
         return None
-    return {row: share / least for row, share in sorted(shares.items())}
+    return share / (1 - share)
 
 
 def _in_words(weights: dict[int, float]) -> str:
@@ -345,22 +359,17 @@ def several_means(loss: LossOfRows) -> Shares | None:
 
 def _shares(loss: LossOfRows, beside: Indices, row: int) -> tuple[float, ...] | None:
     """A row's shares, the smaller first; () where it adds nothing, None where it has none."""
-    values = [loss(*beside, *[row] * x) for x in range(COPIES + 1)]
-    other = loss(*[row] * COPIES, *beside)
-    if other is None or any(value is None for value in values):
+    measured = _added_by_copies(loss, beside, row)
+    if measured is None:
         return None
-    start, *more = [_vector(value) for value in values if value]
-    x = torch.arange(1.0, COPIES + 1, dtype=torch.float64)[:, None]
-    y = (torch.stack(more) - start) / x
-    noise = loss.trial.bound.share * float(max(v.norm() for v in (start, *more)))
-    if (more[-1] - _vector(other)).norm() > noise:
-        return None  # the order of the rows counts
+    y, noise = measured
     if y.norm() <= noise:
         return ()
+    x = torch.arange(1.0, COPIES + 1, dtype=torch.float64)[:, None]
     line, bend = y.diff(dim=0), (x * y).diff(dim=0)
     share = -float((line * bend).sum() / (bend * bend).sum())
     if (line + share * bend).norm() <= noise:
-        return (share if abs(share) > 1e-6 else 0.0,)
+        return (_or_zero(share),)
     columns = [(x**k * y).diff(n=2, dim=0).flatten() for k in range(3)]
     sum_, product = torch.linalg.lstsq(torch.stack(columns[1:], 1), -columns[0]).solution.tolist()
     if (columns[0] + sum_ * columns[1] + product * columns[2]).norm() > noise:
@@ -369,7 +378,25 @@ def _shares(loss: LossOfRows, beside: Indices, row: int) -> tuple[float, ...] | 
     if not gap > (1e-3 * sum_) ** 2:
         return None
     low, high = (sum_ - gap**0.5) / 2, (sum_ + gap**0.5) / 2
-    return (low if abs(low) > 1e-6 else 0.0, high) if low > -1e-6 else None
+    return (_or_zero(low), high) if low > -1e-6 else None
+
+
+def _or_zero(share: float) -> float:
+    return share if abs(share) > 1e-6 else 0.0
+
+
+def _added_by_copies(loss: LossOfRows, beside: Indices, row: int) -> tuple[Tensor, float] | None:
+    """y(x) for each number of copies, and what of it is rounding; None where it cannot be told."""
+    values = [loss(*beside, *[row] * x) for x in range(COPIES + 1)]
+    other = loss(*[row] * COPIES, *beside)
+    if other is None or any(value is None for value in values):
+        return None
+    start, *more = [_vector(value) for value in values if value]
+    noise = loss.trial.bound.share * float(max(v.norm() for v in (start, *more)))
+    if (more[-1] - _vector(other)).norm() > noise:
+        return None  # the order of the rows counts
+    copies = torch.arange(1.0, COPIES + 1, dtype=torch.float64)[:, None]
+    return (torch.stack(more) - start) / copies, noise
 
 
 def _vector(value: Value) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..._base.deterministic import cast_tree
+from ..._base.observation import random_states
 from ..._base.trees import tree_map, unflatten
 from ..._core.accumulator import accumulator
 from ..._core.batches import Batch
@@ -138,22 +139,24 @@ def split_at(rows: Indices, edges: Iterable[int]) -> Split:
     return tuple(rows[a:b] for a, b in ends if a < b)
 
 
+def uneven(rows: Indices) -> Split:
+    """Three microbatches of different sizes; two, where rows are few."""
+    sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
+    return split_at(rows, itertools.accumulate(sizes))
+
+
 # Random numbers --------------------------------------------------------------------------
 
 
 @contextmanager
 def preserving_random(generators: Sequence[torch.Generator] = ()) -> Generator[None]:
     """Leave the global generators, and these, as they were."""
-    numpy = sys.modules.get("numpy")
-    python, own = random.getstate(), [g.get_state() for g in generators]
-    arrays = numpy.random.get_state() if numpy else None
+    put_back, own = random_states(), [g.get_state() for g in generators]
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(arrays)
+        put_back()
         for generator, state in zip(generators, own, strict=True):
             generator.set_state(state)
 

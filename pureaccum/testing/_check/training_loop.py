@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ..._base.checks import check_number
 from ..._base.trees import all_finite, norm
 from ..._core.batches import read_batch, rows_to_cut
-from .check import read_splits
+from .check import need_two, read_splits
 from .diagnosis import UNKNOWN
 from .loop import fitted, mistake
-from .report import AccumulationMismatch, Diagnosis, Leaf, Report, Split
-from .subject import BATCH_NORM, DROPOUTS, Subject, preserving_random, split_at, uncompiled
-from .trials import Result, Trial, bound_of, lost_in_float32, trial_by, worst_of
+from .report import AccumulationMismatch, Diagnosis, Report, Split
+from .subject import BATCH_NORM, DROPOUTS, Subject, preserving_random, uncompiled, uneven
+from .trials import Comparison, Result, Trial, bound_of, lost_in_float32, trial_by, worst_of
 
 
 TrainingLoop = Callable[[nn.Module, torch.optim.Optimizer, list[Any]], object]
@@ -117,9 +117,7 @@ def _read(
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model has no parameter that requires a gradient: nothing would move.")
     flat = read_batch(batch)
-    rows = rows_to_cut(flat, one_by_one=True)
-    if rows < 2:
-        raise ValueError(f"batch has {rows} rows; expected at least two: one cannot be cut.")
+    need_two(rows_to_cut(flat, one_by_one=True))
     subject = Subject(loss_fn=loop, params={}, batch=flat, seeds=itertools.repeat(0))
     return _Examination(subject, model, cast(Any, optimizer), max_norm)
 
@@ -141,23 +139,30 @@ class _Examination:
         self.steps = 0  # of the last call
         self.norm = 0.0  # of the gradients at its last step
 
+    def gradients(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, subject: Subject, split: Split
+    ) -> list[list[Tensor]]:
+        """Those at each step of a loop over some microbatches."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        seen: list[list[Tensor]] = []
+
+        def note(*_: Any) -> None:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            seen.append([g.detach().clone() for g in grads])
+
+        microbatches = [subject.arguments(rows)[1] for rows in split]
+        with subject.running(0), torch.enable_grad(), optimizer.register_step_pre_hook(note):
+            subject.loss_fn(model, optimizer, microbatches)
+        return seen
+
     def moved(self, subject: Subject, split: Split) -> Result:
         """How the parameters move in a loop over some microbatches."""
         model = copy.deepcopy(self.model).to(subject.dtype)
         parameters = [p for p in model.parameters() if p.requires_grad]
         before = [p.detach().clone() for p in parameters]
-        microbatches = [subject.arguments(rows)[1] for rows in split]
-        optimizer = self.make(parameters)
-        self.steps, self.norm = 0, 0.0
-
-        def note(*_: Any) -> None:
-            self.steps += 1
-            grads = [p.grad for p in parameters if p.grad is not None]
-            self.norm = math.hypot(*(float(norm(g)) for g in grads))
-
-        optimizer.register_step_pre_hook(note)
-        with subject.running(0), torch.enable_grad():
-            subject.loss_fn(model, optimizer, microbatches)
+        grads = self.gradients(model, self.make(parameters), subject, split)
+        self.steps = len(grads)
+        self.norm = math.hypot(*(float(norm(g)) for g in grads[-1])) if grads else 0.0
         return Result([p.detach() - x for p, x in zip(parameters, before, strict=True)], sizes=[])
 
     def trial(self, subject: Subject) -> Trial:
@@ -180,22 +185,10 @@ class _Examination:
         self.check_moved(full)
         alone = [self.unclipped(), self.kept(trial.subject)]  # seen in the whole batch
         worst = worst_of([trial], splits, len(self.names))
-        alike = trial.fits(splits)
-        causes = [it for it in (None if alike else self.cause(trial, splits), *alone) if it]
+        found = Comparison([trial], splits, worst, [math.nan] * len(self.names))
+        causes = [it for it in (None if found.fits else self.cause(trial, splits), *alone) if it]
         dtype = next(p for p in self.model.parameters() if p.requires_grad).dtype
-        return Report(
-            fits=not causes,
-            leaves=tuple(
-                Leaf(name, error, split, math.nan)
-                for name, (error, _, split) in zip(self.names, worst, strict=True)
-            ),
-            diagnoses=tuple(causes),
-            rows=self.subject.rows,
-            splits=len(splits),
-            loss="loop",
-            dtype=str(dtype).removeprefix("torch."),
-            reference="float64",
-        )
+        return found.report(self.names, causes, "loop", dtype, "float64")
 
     def check_moved(self, full: list[Tensor]) -> None:
         if not self.steps:
@@ -225,20 +218,10 @@ class _Examination:
     def kept(self, subject: Subject) -> Diagnosis | None:
         """What an earlier window leaves behind: seen where no parameter moves in between."""
         model = copy.deepcopy(self.model).to(subject.dtype)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(parameters, lr=0.0)
-        seen: list[list[Tensor]] = []
-
-        def note(*_: Any) -> None:
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            seen.append([g.detach().clone() for g in grads])
-
-        optimizer.register_step_pre_hook(note)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        whole = (subject.everything(),)
         try:
-            for _ in range(2):
-                microbatches = [subject.arguments(subject.everything())[1]]
-                with subject.running(0), torch.enable_grad():
-                    subject.loss_fn(model, optimizer, microbatches)
+            seen = [g for _ in range(2) for g in self.gradients(model, optimizer, subject, whole)]
         except Exception:
             return None  # a loop for another kind of optimizer
         first, last = (torch.cat([g.flatten() for g in grads]) for grads in (seen[0], seen[-1]))
@@ -253,8 +236,7 @@ class _Examination:
             if self.fits(self.subject.leaving_out(functions), splits):
                 return found
         rows = trial.subject.everything()
-        sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
-        split = split_at(rows, itertools.accumulate(sizes))
+        split = uneven(rows)
         try:
             result = trial.accumulate(split).leaves
             if self.steps > 1:

@@ -26,7 +26,7 @@ from ..._base.trees import add, all_finite, norm, tree_leaves, tree_map
 from ..._core.ledger import AccumState, plain_sum
 from ..._core.loss import divisor, mean_value
 from .kept import Kept
-from .report import Indices, Split
+from .report import Diagnosis, Indices, Leaf, Report, Split
 from .subject import Subject
 
 
@@ -277,6 +277,50 @@ def _without(split: Split, at: int, size: int) -> Split:
     numbered = itertools.count()
     kept = (tuple(row for row in part if not at <= next(numbered) < at + size) for part in split)
     return tuple(part for part in kept if part)
+
+
+class Comparison(NamedTuple):
+    """A loss, or a loop, in all splits: beside the full batch, and in its own dtypes."""
+
+    trials: Sequence[Trial]
+    splits: Sequence[Split]
+    worst: Sequence[tuple[float, Trial, Split]]  # of each leaf
+    native: Sequence[float]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no split of any trial is off."""
+        return all(trial.fits(self.splits) for trial in self.trials)
+
+    def report(
+        self,
+        names: Sequence[str],
+        causes: Sequence[Diagnosis],
+        loss: str,
+        dtype: torch.dtype,
+        reference: str,
+    ) -> Report:
+        """What is found, leaf by leaf."""
+        return Report(
+            fits=not causes and self.fits,
+            leaves=tuple(
+                Leaf(name, error, split, ratio)
+                for name, (error, _, split), ratio in zip(
+                    names, self.worst, self.native, strict=True
+                )
+            ),
+            diagnoses=tuple(causes),
+            rows=self.trials[0].subject.rows,
+            splits=len(self.splits) * len(self.trials),
+            loss=loss,
+            dtype=name_of(dtype),
+            reference=reference,
+        )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as a report names it."""
+    return str(dtype).removeprefix("torch.")
 
 
 # In the loss's own dtypes ------------------------------------------------------------------

@@ -18,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from ..._base.refusals import users_line
 from ..._base.torch_internals import is_cache, leads_to, transform_active
 from ..._base.trees import flatten, paths, tree_leaves
+from ..._core.ledger import AccumState
 from ..._core.loss import Weighted, is_pair
 from .._pure import generators_beside_torch, reachable
 from .kept import Held, Kept, Namespace, differs
+from .report import Indices
 from .subject import BATCH_NORM, Subject, is_active
 
 
@@ -69,59 +71,29 @@ def watch(subject: Subject, names: list[Namespace]) -> Seen:
 
     A tensor that only the first call writes to is a cache and no state.
     """
-    held = list(reachable({"loss_fn": subject.loss_fn}))
-    mode = _Watching({id(x): path.rpartition("'s ")[2] for path, x in held})
-    modules = [x for _, x in held if isinstance(x, nn.Module)]
-    mode.note_held(modules)
-    totals: list[tuple[bool, torch.dtype, bool]] = []
-
-    def loss_fn(params: Any, part: Any) -> Any:
-        mode.note_given(params, "params")
-        mode.note_given(part, "batch")
-        with mode, mode.following_modules(), mode.watching_generators():
-            out = subject.loss_fn(params, part)
-        loss = out[0] if subject.has_aux and is_pair(out) else out
-        weighted = isinstance(loss, Weighted)
-        total = loss.total if weighted else loss
-        if isinstance(total, Tensor):
-            totals.append((weighted, total.dtype, leads_to(total, tree_leaves(params))))
-        return out
-
-    watched, before = subject._replace(loss_fn=loss_fn), names
+    mode = _Watching(subject)
     try:
-        state = watched.sums(subject.everything())
-        weighted, dtype, leads = totals[0]
-        if not leads and not any(g.any() for g in tree_leaves(state.grads)):
-            raise ValueError(
-                "the loss does not depend on params: no gradient leads to them. Was it detached "
-                "(detach, item, float, no_grad), or did it use a module's own parameters? "
-                "torch.func.functional_call(module, params, (x,)) uses these."
-            )
-        first, changed = mode.written(), mode.changed()
-        names = [n.again() for n in before]
-        mode.begin_again(modules)
-        try:
-            watched.sums(subject.everything()[::-1])
-        except Exception:  # not every loss takes a batch in another order
-            watched.sums(subject.everything())
-        written = [w for w in first if w.given] + [w for w in mode.written() if not w.given]
-        anew = [name for n in names if n.kind == "tensors" for name in n.assigned()]
-        written += [Written(name, False, NOBODY) for name in anew]
-        assigned = [w.name for w in first if not w.given]
-        plain = (n for n in before if n.kind in ("names", "attributes"))
-        assigned += [name for n in plain for name in n.assigned()]
+        mode.check_that_params_matter(mode.call(subject.everything()))
+        first = mode.written()
+        later = [n._replace(before=n.now()) for n in names]
+        mode.call_again()
+        second = mode.written()
     except BaseException:
-        Kept(mode.changed(), tuple(before)).put_back()
+        mode.written()
+        Kept(tuple(mode.changed.values()), tuple(names)).put_back()
         raise
     finally:
         for generator, state in mode.generators.values():
             generator.set_state(state)
+    anew = [name for n in later if n.kind == "tensors" for name in n.assigned()]
+    assigned = [w.name for w in first if not w.given] + _assigned(names)
     # A large model has thousands of attributes, and a loss changes few.
-    kept_names = (n for n in before if n.kind != "attributes" or n.assigned())
-    kept = Kept((*changed, *mode.changed()), tuple(kept_names))
+    kept_names = (n for n in names if n.kind != "attributes" or n.assigned())
+    kept = Kept(tuple(mode.changed.values()), tuple(kept_names))
     kept.put_back()
+    weighted, dtype, _ = mode.totals[0]
     return Seen(
-        written=written,
+        written=_always_written(first, second) + [Written(name, False, NOBODY) for name in anew],
         assigned=[name for name in assigned if not _is_mode_or_cache(name)],
         kept=kept,
         draws=list(mode.draws),
@@ -129,8 +101,18 @@ def watch(subject: Subject, names: list[Namespace]) -> Seen:
         generators=[generator for generator, _ in mode.generators.values()],
         weighted=weighted,
         dtype=dtype,
-        narrowest=min(mode.dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=dtype),
+        narrowest=min(mode.dtypes, key=lambda it: torch.finfo(it).bits, default=dtype),
     )
+
+
+def _always_written(first: list[Written], second: list[Written]) -> list[Written]:
+    """What a first call writes to that it is given, and what even a second writes to."""
+    return [w for w in first if w.given] + [w for w in second if not w.given]
+
+
+def _assigned(names: list[Namespace]) -> list[str]:
+    plain = (n for n in names if n.kind in ("names", "attributes"))
+    return [name for n in plain for name in n.assigned()]
 
 
 def _is_mode_or_cache(name: str) -> bool:
@@ -154,11 +136,14 @@ class _Noted(NamedTuple):
 class _Watching(TorchFunctionMode):
     """Notes what is seen of a loss while it runs."""
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, subject: Subject) -> None:
         super().__init__()
-        self.names = names  # of the objects that the loss captures
+        self.subject = subject
+        self.held = list(reachable({"loss_fn": subject.loss_fn}))
+        self.names = {id(x): path.rpartition("'s ")[2] for path, x in self.held}
         self.made: dict[int, weakref.ref[Tensor]] = {}
         self.noted: dict[int, _Noted] = {}
+        self.changed: dict[int, Held] = {}  # captured tensors, and their first numbers
         self.draws: dict[Call, None] = {}
         self.batch_norms: dict[Call, None] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -166,6 +151,64 @@ class _Watching(TorchFunctionMode):
         self.stack: list[nn.Module] = []  # the modules that are running
         self.dtypes: set[torch.dtype] = set()
         self.given: list[Tensor] = []
+        self.totals: list[tuple[bool, torch.dtype, bool]] = []  # Weighted? dtype, leads to params?
+        self.note_held()
+
+    # Calls
+
+    def call(self, rows: Indices) -> AccumState:
+        """Call the loss on some rows."""
+        return self.subject._replace(loss_fn=self.loss).sums(rows)
+
+    def call_again(self) -> None:
+        """Call it on the whole batch in another order, where it takes that."""
+        self.given.clear()
+        self.noted = {
+            key: noted._replace(held=x.detach().clone())
+            for key, noted in self.noted.items()
+            if not noted.given and (x := noted.tensor()) is not None
+        }
+        self.note_held()
+        try:
+            self.call(self.subject.everything()[::-1])
+        except Exception:
+            self.call(self.subject.everything())
+
+    def check_that_params_matter(self, state: AccumState) -> None:
+        """Raise where no gradient leads to params."""
+        if not self.totals[0][2] and not any(g.any() for g in tree_leaves(state.grads)):
+            raise ValueError(
+                "the loss does not depend on params: no gradient leads to them. Was it detached "
+                "(detach, item, float, no_grad), or did it use a module's own parameters? "
+                "torch.func.functional_call(module, params, (x,)) uses these."
+            )
+
+    def loss(self, params: Any, part: Any) -> Any:
+        """The loss, while all that it does is seen."""
+        self.note_given(params, "params")
+        self.note_given(part, "batch")
+        with self, self.following_modules(), self.watching_generators():
+            out = self.subject.loss_fn(params, part)
+        loss = out[0] if self.subject.has_aux and is_pair(out) else out
+        weighted = isinstance(loss, Weighted)
+        total = loss.total if weighted else loss
+        if isinstance(total, Tensor):
+            leads = leads_to(total, tree_leaves(params))
+            self.totals.append((weighted, total.dtype, leads))
+        return out
+
+    def written(self) -> list[Written]:
+        """The tensors that hold other numbers than at the beginning of this call."""
+        found: list[Written] = []
+        for noted in self.noted.values():
+            if (x := noted.tensor()) is not None and differs(x, noted.held):
+                name = noted.name or self.name_of(x, noted.by)
+                found.append(Written(name, noted.given, noted.by))
+                if not noted.given:
+                    self.changed[id(x)] = Held(x, noted.first)
+        return found
+
+    # What is seen meanwhile
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -211,15 +254,13 @@ class _Watching(TorchFunctionMode):
         def end(module: nn.Module, args: Any, out: Any) -> None:
             self.stack.pop()
 
-        handles = [
+        with (
             register_module_forward_pre_hook(begin),
             register_module_forward_hook(end, always_call=True),
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    # Tensors
 
     def note(self, name: str, x: Tensor, given: bool, by: Call = NOBODY) -> None:
         """Remember a tensor, and the numbers that it holds."""
@@ -236,14 +277,13 @@ class _Watching(TorchFunctionMode):
                 self.given.append(x)  # alive until it has been looked at
                 self.note(path, x, given=True)
 
-    def note_held(self, modules: list[nn.Module]) -> None:
+    def note_held(self) -> None:
         """Note what modules hold: code that is not Python's may write to it unseen."""
-        for root in modules:
-            of = self.root_name(root)
+        for root in (x for _, x in self.held if isinstance(x, nn.Module)):
             grads = ((f"{n}.grad", p.grad) for n, p in root.named_parameters())
             for name, x in [*root.named_buffers(), *grads]:
                 if x is not None and id(x) not in self.noted:
-                    self.note(f"{of}.{name}", x, given=False)
+                    self.note(f"{self.root_name(root)}.{name}", x, given=False)
 
     def note_used(self, x: Tensor, function: str) -> None:
         """Note who uses a tensor first, if the loss did not make it."""
@@ -258,31 +298,7 @@ class _Watching(TorchFunctionMode):
         made, noted = self.made.get(id(x)), self.noted.get(id(x))
         return (made is not None and made() is x) or (noted is not None and noted.tensor() is x)
 
-    def begin_again(self, modules: list[nn.Module]) -> None:
-        """Get ready to see another call."""
-        self.given.clear()
-        self.noted = {
-            key: noted._replace(held=x.detach().clone())
-            for key, noted in self.noted.items()
-            if not noted.given and (x := noted.tensor()) is not None
-        }
-        self.note_held(modules)
-
-    def written(self) -> list[Written]:
-        """The tensors that hold other numbers than at the beginning of this call."""
-        return [
-            Written(noted.name or self.name_of(x, noted.by), noted.given, noted.by)
-            for noted in self.noted.values()
-            if (x := noted.tensor()) is not None and differs(x, noted.held)
-        ]
-
-    def changed(self) -> tuple[Held, ...]:
-        """The captured tensors that hold other numbers than at first."""
-        return tuple(
-            Held(x, noted.first)
-            for noted in self.noted.values()
-            if not noted.given and (x := noted.tensor()) is not None and differs(x, noted.first)
-        )
+    # Names
 
     def name_of(self, x: Tensor, by: Call) -> str:
         """What the user calls a captured tensor."""

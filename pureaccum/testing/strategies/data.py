@@ -15,41 +15,29 @@ from ..._base.trees import Tree, flatten, unflatten
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds of torch's generators, which hypothesis does not know.
+    """Seeds of torch's generators, which hypothesis does not know: ints below 2**32.
 
     They are for ``torch.Generator().manual_seed(seed)`` and many numbers at once; a few numbers are
     better drawn one by one, because those shrink.
-
-    Returns:
-        A strategy for ints from 0 to 2**32 - 1.
 
     Example:
         >>> from hypothesis import find
         >>> find(seeds(), lambda seed: seed > 6)
         7
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     return st.integers(0, 2**32 - 1)
 
 
 def dtypes(complex: bool = False) -> st.SearchStrategy[torch.dtype]:
-    """Floating-point dtypes, which shrink to float32.
+    """The dtypes float32, float64, bfloat16 and float16; they shrink to float32.
 
     Args:
-        complex: Whether complex dtypes are drawn, too.
-
-    Returns:
-        A strategy for float32, float64, bfloat16 and float16; complex64 and complex128.
+        complex: Whether complex64 and complex128 are drawn, too.
 
     Example:
         >>> from hypothesis import find
         >>> find(dtypes(), lambda dtype: True)
         torch.float32
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     real = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     return st.sampled_from([*real, torch.complex64, torch.complex128] if complex else real)
@@ -69,9 +57,6 @@ def shapes(dims: int = 2, side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
         >>> from hypothesis import find
         >>> find(shapes(), lambda shape: len(shape) == 2)
         (0, 0)
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     return st.lists(st.integers(0, side), max_size=dims).map(tuple)
 
@@ -90,9 +75,6 @@ def trees(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Tre
         >>> from hypothesis import strategies as st
         >>> find(trees(st.integers()), lambda tree: isinstance(tree, dict))
         {'z': 0}
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if leaves is None:
         ordinary = st.floats(-1000, 1000, width=32, allow_subnormal=False)
@@ -129,9 +111,6 @@ def exact_trees(
         >>> narrow = lambda tree: torch.is_tensor(tree) and bool((tree.half() != tree).any())
         >>> find(exact_trees(2), lambda trees: narrow(trees[0]))
         [tensor(2049.), tensor(0.)]
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     most = int(2 / torch.finfo(dtype).eps)  # the dtype has all integers up to this one
     terms = copies if terms is None else terms
@@ -155,7 +134,8 @@ def _exact_trees(draw: st.DrawFn, copies: int, most: int, dtype: torch.dtype) ->
 # Batches ---------------------------------------------------------------------------------
 
 
-def batches(rows: int, dtype: torch.dtype = torch.float32) -> st.SearchStrategy[dict[str, Tensor]]:
+@st.composite
+def batches(draw: st.DrawFn, rows: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A batch of integers, one row per sample: ``"x"``, ``"tokens"`` and ``"mask"``.
 
     ``"x"`` holds numbers from -15 to 15, and ``"tokens"`` int64 from 0 to 4; both have one to
@@ -169,15 +149,7 @@ def batches(rows: int, dtype: torch.dtype = torch.float32) -> st.SearchStrategy[
         >>> from hypothesis import find
         >>> find(batches(1), lambda batch: True)
         {'x': tensor([[0.]]), 'tokens': tensor([[0]]), 'mask': tensor([1])}
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
-    return _batches(rows, dtype)
-
-
-@st.composite
-def _batches(draw: st.DrawFn, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
     x, tokens, nothing = draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 9)))
     # row by row, so that whole rows are left out of a failing example
     row = st.tuples(_list(st.integers(-15, 15), x), _list(st.integers(0, 4), tokens), _weight(3))
@@ -202,9 +174,6 @@ def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
         >>> from hypothesis import find
         >>> find(weights(3), lambda weights: sum(weights) != 3)
         [1, 1, 0]
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     # both are drawn always: hypothesis takes an example of fewer draws for a simpler one
     return st.tuples(st.integers(0, 9), _list(_weight(most), n)).map(

@@ -36,9 +36,6 @@ def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
         >>> from hypothesis import find
         >>> find(compositions(3), lambda sizes: len(set(sizes)) > 1)
         [1, 2]
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if n < 0:
         raise ValueError(f"n is {n}; expected a number of rows, at least 0.")
@@ -54,15 +51,12 @@ def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
 def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
     """Cut a batch into microbatches of those sizes.
 
-    The rule: ``torch.split(x, sizes)`` of every tensor ``x``.
+    The rule: ``torch.split(x, sizes)`` of every tensor ``x``; the parts are views.
 
     Args:
         batch: A tree whose tensors have one row per sample; what is no tensor goes to each part.
         sizes: The rows of each microbatch, as ``compositions`` draws them: their sum is the rows of
             the batch, and some may be 0.
-
-    Returns:
-        Trees like ``batch``, whose tensors are views.
 
     Example:
         >>> import torch
@@ -78,23 +72,17 @@ def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
 
 
 def merge_trees(n: int) -> st.SearchStrategy[MergeTree]:
-    """Every way to merge n states, two at a time and in any order.
+    """Every way to merge n states, two at a time and in any order, as nested pairs.
 
-    It shrinks to merging one after the other: ``((0, 1), 2)``.
+    It shrinks to merging one after the other: ``((0, 1), 2)``. One state is the int 0.
 
     Args:
         n: How many states, at least one.
-
-    Returns:
-        A strategy for nested pairs of ``range(n)``; the int 0 where n is 1.
 
     Example:
         >>> from hypothesis import find
         >>> find(merge_trees(3), lambda tree: tree != ((0, 1), 2))
         (0, (1, 2))
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if n < 1:
         raise ValueError(f"n is {n}; expected at least one state to merge.")
@@ -181,7 +169,8 @@ class History(NamedTuple):
         return merge_along(self.merges, states, acc.merge)
 
 
-def histories(n: int) -> st.SearchStrategy[History]:
+@st.composite
+def histories(draw: st.DrawFn, n: int) -> History:
     """Every way to accumulate n rows; it shrinks to one microbatch and one state.
 
     Microbatches may have no rows, come in any order, and go into any number of states, some of
@@ -194,15 +183,7 @@ def histories(n: int) -> st.SearchStrategy[History]:
         >>> from hypothesis import find
         >>> find(histories(2), lambda history: len(history.groups) == 2)
         History(sizes=[2], groups=[[], [0]], merges=(0, 1))
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
-    return _histories(n)
-
-
-@st.composite
-def _histories(draw: st.DrawFn, n: int) -> History:
     sizes = draw(compositions(n, empty=True))
     rest = iter(draw(st.permutations(range(len(sizes)))))
     counts = draw(compositions(len(sizes), empty=True))
@@ -263,9 +244,6 @@ def faults(parts: int) -> st.SearchStrategy[Fault]:
         >>> from hypothesis import find
         >>> find(faults(3), lambda fault: fault.kind != "nan")
         Fault(microbatch=0, kind='inf')
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if parts < 1:
         raise ValueError(f"parts is {parts}; expected at least one microbatch to spoil.")

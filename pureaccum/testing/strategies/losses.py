@@ -69,14 +69,11 @@ class ExactModel(NamedTuple):
         return len(self.batch["y"])
 
     def loss(self, kind: Kind) -> Callable[[Tree, dict[str, Tensor]], Any]:
-        """The loss ``loss_fn(params, batch)``.
+        """The loss ``loss_fn(params, batch)``, to go with ``reduction(kind)``.
 
         Args:
             kind: The ``"sum"`` of the rows, their ``"mean"``, or their mean ``"weighted"`` by the
                 mask, which is a ``Weighted``.
-
-        Returns:
-            A function for ``accumulator`` or ``grad``, to go with ``reduction(kind)``.
         """
 
         def sum_(params: Tree, batch: dict[str, Tensor]) -> Tensor:
@@ -92,13 +89,12 @@ class ExactModel(NamedTuple):
         return {"sum": sum_, "mean": mean, "weighted": weighted}[kind]
 
     def full_batch(self, kind: Kind) -> tuple[Tree, Tensor]:
-        """What torch.func gives for the whole batch at once; ``"weighted"`` is divided once.
+        """The gradients, all of them dense, and the value in float64, by torch.func at once.
+
+        What is ``"weighted"`` is divided once.
 
         Args:
             kind: As for ``loss``.
-
-        Returns:
-            The gradients, all of them dense, and the value in float64.
         """
         if kind != "weighted":
             grads, value = torch.func.grad_and_value(self.loss(kind))(self.params, self.batch)
@@ -131,9 +127,6 @@ def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
         ...     loss = model.loss("mean")(model.params, model.batch)
         ...     assert loss * 4 == model.full_batch("sum")[1]
         >>> test()
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if rows < 1:
         raise ValueError(f"rows is {rows}; expected at least one, or there is no mean.")
