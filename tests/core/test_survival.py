@@ -38,6 +38,19 @@ def update(loss, state, engine, nonfinite, params=PARAMS):
     return acc.update(state, params, make_batch(2), donate=True)
 
 
+def whole_or_gone(state, expected, *uses):
+    """A state that is whole, or of which each of the uses says that it is gone."""
+    acc = pa.accumulator(mean_loss)
+    try:
+        result = acc.finalize(state)
+    except RuntimeError:
+        for use in uses:
+            with saying(RuntimeError, *SPOILED):
+                use(acc)
+    else:
+        assert_trees_bitwise_equal(result, expected)
+
+
 @engines
 @modes
 def test_an_error_in_the_loss_loses_nothing(engine, nonfinite):
@@ -59,21 +72,15 @@ def test_an_error_in_the_backward_pass_loses_nothing_or_says_so(engine, nonfinit
     state, expected = begun(engine, nonfinite)
     with unchanged(PARAMS), pytest.raises(BoomError):
         update(exploding(at), state, engine, nonfinite)
-    acc = pa.accumulator(mean_loss)
-    try:
-        result = acc.finalize(state)
-    except RuntimeError:
-        for call in (
-            lambda: acc.finalize(state),
-            lambda: acc.finalize(state, donate=True),
-            lambda: acc.update(state, PARAMS, make_batch()),
-            lambda: acc.merge(acc.init(PARAMS), state),
-            *(lambda x=x: x + 1 for x in state.grads.values()),
-        ):
-            with saying(RuntimeError, *SPOILED):
-                call()
-    else:
-        assert_trees_bitwise_equal(result, expected)
+    whole_or_gone(
+        state,
+        expected,
+        lambda acc: acc.finalize(state),
+        lambda acc: acc.finalize(state, donate=True),
+        lambda acc: acc.update(state, PARAMS, make_batch()),
+        lambda acc: acc.merge(acc.init(PARAMS), state),
+        *(lambda _, x=x: x + 1 for x in state.grads.values()),
+    )
 
 
 @engines
@@ -109,21 +116,19 @@ CAUSES = ("inf or NaN", "nonfinite='raise'", "learning rate", "Weighted")
 @pytest.mark.parametrize("leaf", ["w", "large"])
 def test_raise_names_the_leaf_and_the_microbatch(engine, leaf):
     other = {"w": "large", "large": "w"}[leaf]
+    gradient = pa.grad(make_bad(leaf), microbatch_size=2, nonfinite="raise", engine=engine)
     named = f"gradient of args[0]['{leaf}'] of microbatch 2 (from row 4)"
     with unchanged(PARAMS), saying(FloatingPointError, named, *CAUSES) as caught:
-        pa.grad(make_bad(leaf), microbatch_size=2, nonfinite="raise", engine=engine)(
-            PARAMS, make_batch(6)
-        )
+        gradient(PARAMS, make_batch(6))
     assert f"'{other}'" not in str(caught.value)
 
 
 @engines
 def test_raise_names_a_loss(engine):
+    gradient = pa.grad(nan_loss, microbatch_size=2, nonfinite="raise", engine=engine)
     named = "the loss of microbatch 2 (from row 4)"
     with unchanged(PARAMS), saying(FloatingPointError, named, *CAUSES):
-        pa.grad(nan_loss, microbatch_size=2, nonfinite="raise", engine=engine)(
-            PARAMS, make_batch(6)
-        )
+        gradient(PARAMS, make_batch(6))
 
 
 @engines
@@ -136,16 +141,10 @@ def test_raise_names_the_leaf_in_a_stream(engine, donate, leaf):
     expected = acc.finalize(state)
     with saying(FloatingPointError, f"params['{leaf}'] of microbatch 1:", *CAUSES):
         acc.update(state, PARAMS, make_batch(6), donate=donate)
-    if not donate:
-        assert_trees_bitwise_equal(acc.finalize(state), expected)
-        return
-    try:
-        after = acc.finalize(state)
-    except RuntimeError:
-        with saying(RuntimeError, *SPOILED):
-            acc.finalize(state)
+    if donate:
+        whole_or_gone(state, expected, lambda acc: acc.finalize(state))
     else:
-        assert_trees_bitwise_equal(after, expected)
+        assert_trees_bitwise_equal(acc.finalize(state), expected)
 
 
 @engines
