@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.dropped import is_dropped
+from tests.problems import in_parts
 from tests.pure.networks import (
     NETWORKS,
     Checkpointed,
@@ -32,24 +33,28 @@ from tests.pure.networks import (
 
 
 pytestmark = pytest.mark.purity
-AMBIGUOUS = "two different sets of parameters"
+NAMED = ("linear", "a method", "lstm", "nested")
 
 
-def gradients(loss, params, x, size):
+def gradients(loss, params, x, size=2):
     wrt = tuple(range(len(params)))
     knobs = {"batch_argnums": len(params), "microbatch_size": size, "check": False}
     return pa.grad(loss, wrt, engine="autograd", **knobs)(*params, x)
 
 
+def check(loss, nets, params, x, size=2, plain=None):
+    """That a gradient is the one without checkpoints, and changes nothing."""
+    expected = by_hand(plain or loss, nets, params, x, size)
+    with unchanged(nets, params, [x]):
+        grads = gradients(loss, params, x, size)
+    assert_trees_bitwise_equal(grads, expected)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("size", [3, 8])
 def test_the_gradient_is_that_without_checkpoints(name, size):
-    net, x = make(name), inputs(8)
-    params = (other_params(net),)
-    expected = by_hand(square(net), [net], params, x, size)
-    with unchanged(net, params, [x]):
-        grads = gradients(square(net), params, x, size)
-    assert_trees_bitwise_equal(grads, expected)
+    net = make(name)
+    check(square(net), [net], (other_params(net),), inputs(8), size)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -60,82 +65,71 @@ def test_the_gradient_of_a_stream_is_that_without_checkpoints(name, donate):
     (expected,) = by_hand(square(net), [net], (params,), x, 3)
     with unchanged(net, params, [x]):
         acc = pa.accumulator(square(net), engine="autograd")
-        state = acc.init(params)
-        for part in pa.microbatches(x, 3):
-            state = acc.update(state, params, part, donate=donate)
-        grads, _ = acc.finalize(state)
+        grads, _ = acc.finalize(in_parts(acc, params, pa.microbatches(x, 3), donate))
     assert_trees_bitwise_equal(grads, expected)
+
+
+def product(net, other):
+    """Of two modules, each with parameters of its own; or of one that is called twice."""
+    return lambda p, q, x: (call(net, p, x) * call(other, q, x)).mean()
 
 
 def test_two_modules_in_one_loss_recompute_with_their_own_parameters():
     nets = [make("linear", 0), make("a method", 5)]
-    params, x = tuple(other_params(net, i) for i, net in enumerate(nets)), inputs(5)
-    loss = lambda p, q, x: (call(nets[0], p, x) * call(nets[1], q, x)).mean()  # noqa: E731
-    with unchanged(nets):
-        grads = gradients(loss, params, x, 2)
-    assert_trees_bitwise_equal(grads, by_hand(loss, nets, params, x, 2))
+    params = tuple(other_params(net, i) for i, net in enumerate(nets))
+    check(product(*nets), nets, params, inputs(5))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_module_may_be_called_twice_with_the_same_parameters(name):
     """And with buffers of its own each time, which a gradient does not depend on."""
-    net, x = make(name), inputs(6)
-    params = (other_params(net),)
+    net = make(name)
     loss = lambda p, x: (call(net, p, x) * call(net, p, -x)).mean()  # noqa: E731
-    with unchanged(net):
-        grads = gradients(loss, params, x, 2)
-    assert_trees_bitwise_equal(grads, by_hand(loss, [net], params, x, 2))
+    check(loss, [net], (other_params(net),), inputs(6))
+
+
+def two_that_share_one():
+    shared = nn.Linear(3, 3)
+    return [Checkpointed(shared).double(), Checkpointed(shared).double()]
+
+
+AMBIGUOUS = {name: lambda name=name: [make(name)] * 2 for name in NAMED} | {
+    "two modules that share one": two_that_share_one
+}
 
 
 # torch 2.11 leaves the generator of an inner checkpoint to the garbage collector, which complains.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["linear", "a method", "lstm", "nested"])
+@pytest.mark.parametrize("name", AMBIGUOUS)
 def test_a_module_called_twice_with_different_parameters_is_refused(name):
     """A recomputation cannot tell whose it is: an error, never a wrong gradient."""
-    net = make(name)
-    params = (other_params(net, 1), other_params(net, 2))
-    loss = lambda p, q, x: (call(net, p, x) * call(net, q, x)).mean()  # noqa: E731
-    with unchanged(net, params), pytest.raises(RuntimeError, match=AMBIGUOUS):
-        gradients(loss, params, inputs(5), 2)
-
-
-def test_two_modules_that_share_one_with_different_parameters_are_refused():
-    shared = nn.Linear(3, 3)
-    nets = [Checkpointed(shared).double(), Checkpointed(shared).double()]
-    params = tuple(other_params(net, i) for i, net in enumerate(nets))
-    loss = lambda p, q, x: (call(nets[0], p, x) * call(nets[1], q, x)).mean()  # noqa: E731
-    with unchanged(nets), pytest.raises(RuntimeError, match=AMBIGUOUS):
-        gradients(loss, params, inputs(5), 2)
+    nets = AMBIGUOUS[name]()
+    params = other_params(nets[0], 1), other_params(nets[1], 2)
+    said = "two different sets of parameters"
+    with unchanged(nets, params), pytest.raises(RuntimeError, match=said):
+        gradients(product(*nets), params, inputs(5))
 
 
 def test_what_the_refusal_advises_works():
-    net, x = make("linear"), inputs(5)
-    params = (other_params(net, 1), other_params(net, 2))
+    net = make("linear")
     net.on = False
 
     def again(p, x):
         return checkpoint(lambda p, x: functional_call(net, p, x), p, x, use_reentrant=False)
 
     loss = lambda p, q, x: (again(p, x) * again(q, x)).mean()  # noqa: E731
-    plain = lambda p, q, x: (call(net, p, x) * call(net, q, x)).mean()  # noqa: E731
-    with unchanged(net):
-        grads = gradients(loss, params, x, 2)
-    assert_trees_bitwise_equal(grads, by_hand(plain, [], params, x, 2))
+    params = other_params(net, 1), other_params(net, 2)
+    check(loss, [], params, inputs(5), plain=product(net, net))
 
 
 def test_a_functional_call_inside_a_module_is_right_or_refused():
     """Parameters that a forward pass makes are held by nobody once it is over."""
-    net, x = Generated().double(), inputs(5)
-    params = (other_params(net),)
-    expected = by_hand(square(net), [net], params, x, 2)
-    with unchanged(net):
-        try:
-            grads = gradients(square(net), params, x, 2)
-        except RuntimeError as error:
-            if "checkpoint" not in str(error):
-                raise
-            return
-    assert_trees_bitwise_equal(grads, expected)
+    net = Generated().double()
+    try:
+        check(square(net), [net], (other_params(net),), inputs(5))
+    except RuntimeError as error:
+        if "checkpoint" not in str(error):
+            raise
 
 
 class Fails(nn.Module):
@@ -158,7 +152,7 @@ def test_an_error_inside_a_module_leaves_it_as_it_was(fails):
     net.register_forward_hook(lambda *_: None)
     params = other_params(net)
     with unchanged(net, params), pytest.raises(KeyError, match="boom"):
-        gradients(square(net), (params,), inputs(4), 2)
+        gradients(square(net), (params,), inputs(4))
 
 
 def test_hooks_of_the_user_run_as_often_as_in_torch():
@@ -178,13 +172,9 @@ def test_saved_tensor_hooks_of_the_user_are_asked(where):
     """Offloading to a host, for one; they are how a checkpoint works, too."""
     net, x = make("a method"), inputs(5)
     params, packed, unpacked = (other_params(net),), [], []
-
-    def hooks(here):
-        if here != where:
-            return nullcontext()
-        return saved_tensors_hooks(
-            lambda t: packed.append(0) or t, lambda t: unpacked.append(0) or t
-        )
+    pack = lambda t: packed.append(0) or t  # noqa: E731
+    unpack = lambda t: unpacked.append(0) or t  # noqa: E731
+    hooks = lambda here: saved_tensors_hooks(pack, unpack) if here == where else nullcontext()  # noqa: E731
 
     def loss(p, x):
         with hooks("inside the loss"):
@@ -193,7 +183,7 @@ def test_saved_tensor_hooks_of_the_user_are_asked(where):
     expected = by_hand(square(net), [net], params, x, 2)
     switch([net], on=False)
     with unchanged(net, params), hooks("around the call"):
-        grads = gradients(loss, params, x, 2)
+        grads = gradients(loss, params, x)
     assert_trees_bitwise_equal(grads, expected)
     assert 0 < len(unpacked) <= len(packed)
 
