@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
+from tests.problems import leaf, pulled
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
@@ -45,60 +46,55 @@ def squared(f):
     return lambda *args: (f(*args) ** 2).sum()
 
 
-def by_autograd(f, create_graph=False):
-    w, y = W.clone().requires_grad_(), x.clone().requires_grad_()
-    return torch.autograd.grad(squared(f)(w, y), (w, y), create_graph=create_graph)
-
-
 def dual(f):
     with forward_ad.dual_level():
         return tuple(forward_ad.unpack_dual(f(forward_ad.make_dual(W, W), x)))
 
 
-def pulled_outside(f):
+def pulled_outside(f, recording=True):
     """The level of vjp is over when its backward pass runs."""
-    return vmap(lambda x: vjp(f, W, x)[1](x))(X)
-
-
-def pulled_without_recording(f):
-    with torch.no_grad():
-        return pulled_outside(f)
+    with torch.set_grad_enabled(recording):
+        return vmap(lambda x: vjp(f, W, x)[1](x))(X)
 
 
 def batched_cotangents(f):
     """torch's older vmap, which no level tells of."""
-    w = W.clone().requires_grad_()
+    w = leaf(W)
     return torch.autograd.grad(f(w, x), w, torch.eye(3), is_grads_batched=True)
 
 
 def rows(f, *in_dims):
-    return lambda *args: vmap(f, in_dims)(*args)
+    return vmap(f, in_dims)
+
+
+def at(f):
+    return lambda x: f(W, x)
 
 
 FIRST = {
     "value": lambda f: f(W, x),
-    "backward": by_autograd,
-    "create_graph": lambda f: by_autograd(f, create_graph=True),
+    "backward": lambda f: pulled(squared(f), W, x),
+    "create_graph": lambda f: pulled(squared(f), W, x, create_graph=True),
     "grad": lambda f: grad(squared(f), (0, 1))(W, x),
     "grad of one argument": lambda f: grad(squared(f), 1)(W, x),
     "vjp": lambda f: vjp(f, W, x)[1](x),
     "jvp": lambda f: jvp(f, (W, x), (W, x)),
-    "jvp of one argument": lambda f: jvp(lambda x: f(W, x), (x,), (x,)),
+    "jvp of one argument": lambda f: jvp(at(f), (x,), (x,)),
     "dual": dual,
-    "linearize": lambda f: linearize(lambda x: f(W, x), x)[1](x),
+    "linearize": lambda f: linearize(at(f), x)[1](x),
     "jacrev": lambda f: jacrev(f)(W, x),
     "jacfwd": lambda f: jacfwd(f)(W, x),
-    "vmap(grad)": lambda f: vmap(grad(squared(f), (0, 1)), (None, 0))(W, X),
-    "vmap(grad) over columns": lambda f: vmap(grad(squared(f), (0, 1)), (1, None))(W[:, None], x),
-    "vmap(vmap(grad))": lambda f: vmap(vmap(grad(squared(f)), (None, 0)), (0, None))(W[None], X),
+    "vmap(grad)": lambda f: rows(grad(squared(f), (0, 1)), None, 0)(W, X),
+    "vmap(grad) over columns": lambda f: rows(grad(squared(f), (0, 1)), 1, None)(W[:, None], x),
+    "vmap(vmap(grad))": lambda f: rows(rows(grad(squared(f)), None, 0), 0, None)(W[None], X),
     "grad(vmap)": lambda f: grad(squared(rows(f, None, 0)), (0, 1))(W, X),
     "grad(vmap) of what is not mapped": lambda f: grad(squared(rows(f, None, 0)))(W, X),
     "grad(vmap(vmap))": lambda f: grad(squared(rows(rows(f, None, 0), 0, None)))(W[None], X),
-    "jacrev(vmap)": lambda f: jacrev(lambda X: rows(f, None, 0)(W, X))(X),
-    "jvp(vmap)": lambda f: jvp(lambda X: rows(f, None, 0)(W, X), (X,), (X,)),
-    "vmap(jvp)": lambda f: vmap(lambda x: jvp(lambda x: f(W, x), (x,), (x,)))(X),
+    "jacrev(vmap)": lambda f: jacrev(at(rows(f, None, 0)))(X),
+    "jvp(vmap)": lambda f: jvp(at(rows(f, None, 0)), (X,), (X,)),
+    "vmap(jvp)": lambda f: vmap(lambda x: jvp(at(f), (x,), (x,)))(X),
     "vmap(vjp)": pulled_outside,
-    "vmap(vjp) under no_grad": pulled_without_recording,
+    "vmap(vjp) under no_grad": lambda f: pulled_outside(f, recording=False),
     "batched cotangents": batched_cotangents,
 }
 
@@ -119,14 +115,9 @@ def test_first_derivatives_have_the_bits_of_the_function(kind, lean, plain):
 
 
 def gradient_penalty(f):
-    w, y = W.double().requires_grad_(), x.double().requires_grad_()
+    w, y = leaf(W.double()), leaf(x.double())
     (g,) = torch.autograd.grad(squared(f)(w, y), w, create_graph=True)
     return torch.autograd.grad((g**2).sum(), (w, y))
-
-
-def grad_under_autograd(f):
-    w = W.double().requires_grad_()
-    return torch.autograd.grad((grad(squared(f))(w, x.double()) ** 2).sum(), w)
 
 
 def at_x(f):
@@ -142,13 +133,15 @@ SECOND = {
     "jvp(vmap(jvp))": lambda f, x: jacfwd(vmap(jacfwd(at_x(f))))(x[None]),
     "vmap(hessian)": lambda f, x: vmap(hessian(squared(at_x(f))))(x[None]),
     "grad(grad)": lambda f, x: grad(squared(grad(squared(at_x(f)))))(x),
-    "grad(grad) through the other": lambda f, x: grad(
-        lambda w: (grad(squared(f), 1)(w, x) ** 2).sum()
-    )(W.double()),
+    "grad(grad) through the other": lambda f, x: grad(squared(lambda w: grad(squared(f), 1)(w, x)))(
+        W.double()
+    ),
     "grad(grad(grad))": lambda f, x: grad(squared(grad(squared(grad(squared(at_x(f)))))))(x),
     "grad(vmap(grad))": lambda f, x: grad(squared(vmap(grad(squared(at_x(f))))))(x[None]),
     "autograd twice": lambda f, x: gradient_penalty(f),
-    "grad under autograd": lambda f, x: grad_under_autograd(f),
+    "grad under autograd": lambda f, x: pulled(
+        squared(lambda w: grad(squared(f))(w, x)), W.double()
+    ),
     "by torch.autograd.functional": lambda f, x: torch.autograd.functional.hessian(
         squared(at_x(f)), x, vectorize=True
     ),
@@ -179,21 +172,16 @@ def test_a_tensor_that_is_mapped_may_be_captured():
 
 @pytest.mark.parametrize("transform", ["autograd", "grad"])
 def test_a_rematerialised_function_compiles_into_one_graph(transform):
-    def run(f):
-        if transform == "grad":
-            return grad(squared(f))(W, x)
-        w = W.clone().requires_grad_()
-        return torch.autograd.grad(squared(f)(w, x), w)[0]
-
     def compiled(f):
         torch.compiler.reset()
         return torch.compile(f, backend="aot_eager", fullgraph=True)
 
+    of = lambda f: lambda w: f(w, x)  # noqa: E731
     if transform == "grad":
-        ours = compiled(lambda w, x: grad(squared(lean))(w, x))(W, x)
+        ours, plain = compiled(grad(squared(of(lean))))(W), grad(squared(of(curved)))(W)
     else:
-        ours = run(compiled(lambda w, x: lean(w, x)))
-    torch.testing.assert_close(ours, run(curved))
+        ours, plain = pulled(squared(compiled(of(lean))), W), pulled(squared(of(curved)), W)
+    torch.testing.assert_close(ours, plain)
 
 
 def test_an_output_that_no_tangent_reaches_has_a_tangent_of_zero():
@@ -228,24 +216,19 @@ def capturing(wrap, w):
     return wrap(lambda x: (w @ x).tanh())
 
 
-def leaf():
-    return W.clone().requires_grad_()
-
-
-def pulled(out, *leaves):
+def total(out, *leaves):
     return torch.autograd.grad((out**2).sum(), leaves)
 
 
 def of_a_module(wrap):
     net = Inside(wrap)
-    return pulled(net(x), net.part.weight)
+    return total(net(x), net.part.weight)
 
 
 def called_with_others(wrap):
     """When the backward pass runs, the module holds its own parameters again."""
-    net, w = Inside(wrap), (W * 2).requires_grad_()
-    out = functional_call(net, {"part.weight": w}, (x,))
-    return pulled(out, w)
+    w = leaf(W * 2)
+    return total(functional_call(Inside(wrap), {"part.weight": w}, (x,)), w)
 
 
 def in_functional_call(wrap):
@@ -254,45 +237,37 @@ def in_functional_call(wrap):
     return grad(lambda p: functional_call(net, p, (x,)).sum())(params)["part.weight"]
 
 
-def itself(wrap):
-    w = leaf()
-    return pulled(wrap(lambda x: w)(x), w)
-
-
-def made_of_a_leaf(wrap):
-    w = leaf()
-    return pulled(capturing(wrap, w * 2)(x), w)
-
-
-def beside_an_input(wrap):
-    w, y = leaf(), x.clone().requires_grad_()
-    return pulled(capturing(wrap, w)(y), w, y)
-
-
 def rows_of(wrap):
     """Maps what is captured, too."""
     return lambda w: vmap(lambda w, x: wrap(lambda x: (w * x).tanh())(x))(w, X[:3])
 
 
-def nested_capture(wrap):
+def nested_capture(wrap, w):
     """The inner function captures what the outer one makes, and what neither is given."""
-    w = leaf()
 
     def outer(x):
         y = w @ x
         return wrap(lambda x: (w @ x) * y)(x)
 
-    return pulled(wrap(outer)(x), w)
+    return wrap(outer)(x)
+
+
+def chained(wrap, w):
+    link = lambda p, x: (w @ x).tanh()  # noqa: E731
+    if wrap is pa.remat:
+        return pa.remat_sequential([link] * 2, 2)([(), ()], x)
+    return link((), link((), x))
 
 
 CAPTURED = {
     "of a module": of_a_module,
     "a module called with others": called_with_others,
     "a module called with others, in grad": in_functional_call,
-    "the output itself": itself,
-    "what is made of a leaf": made_of_a_leaf,
-    "beside an input": beside_an_input,
-    "by a nest": nested_capture,
+    "the output itself": lambda r: pulled(squared(lambda w: r(lambda x: w)(x)), W),
+    "what is made of a leaf": lambda r: pulled(squared(lambda w: capturing(r, w * 2)(x)), W),
+    "beside an input": lambda r: pulled(squared(lambda w, y: capturing(r, w)(y)), W, x),
+    "by a nest": lambda r: pulled(squared(lambda w: nested_capture(r, w)), W),
+    "by a chain": lambda r: pulled(squared(lambda w: chained(r, w)), W),
     "in grad": lambda r: grad(lambda w: capturing(r, w)(x).sum())(W),
     "in grad, beside an input": lambda r: grad(lambda w: capturing(r, w)(w[0]).sum())(W),
     "from an outer grad": lambda r: grad(
@@ -317,16 +292,7 @@ CAPTURED = {
     "mapped, on the level of another vmap": lambda r: vmap(vmap(vjp(rows_of(r), W)[1]))(
         torch.ones(3, 3, 3, 3)
     ),
-    "by a chain": lambda r: chained(r),
 }
-
-
-def chained(wrap):
-    w = leaf()
-    link = lambda p, x: (w @ x).tanh()  # noqa: E731
-    if wrap is pa.remat:
-        return pulled(pa.remat_sequential([link] * 2, 2)([(), ()], x), w)
-    return pulled(link((), link((), x)), w)
 
 
 @pytest.mark.parametrize("name", CAPTURED)
