@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import generator
+from tests.problems import drawing, leaf, pulled
 
 
 pytestmark = pytest.mark.parity
@@ -36,8 +37,8 @@ NETWORKS = {
 }
 
 
-def rematerialised(net):
-    return pa.remat(lambda p, x: optree.tree_leaves(functional_call(net, p, (x,)))[0])
+def first_of(out):
+    return optree.tree_leaves(out)[0]
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -47,27 +48,20 @@ def test_a_rematerialised_module_has_its_bits(name, engine):
     make, shape = NETWORKS[name]
     net, rows = make(), torch.randn(shape)
     params = {k: v.detach() for k, v in net.named_parameters()}
-    first = rematerialised(net)
+    lean = pa.remat(lambda p, x: first_of(functional_call(net, p, (x,))))
 
     def run(call):
-        torch.manual_seed(5)
+        loss = lambda p, x: (call(p, call(p, x) if name == "dropout" else x) ** 2).mean()  # noqa: E731
+        return {
+            "backward": lambda: pulled(
+                lambda *its: loss(dict(zip(params, its, strict=True)), rows), *params.values()
+            ),
+            "torch.func": lambda: grad(loss)(params, rows),
+        }.get(engine, lambda: pa.grad(loss, microbatch_size=2, engine=engine)(params, rows))()
 
-        def loss(p, x):
-            return (call(p, call(p, x) if name == "dropout" else x) ** 2).mean()
-
-        if engine == "backward":
-            leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
-            loss(leaves, rows).backward()
-            grads = {k: v.grad for k, v in leaves.items()}
-        elif engine == "torch.func":
-            grads = grad(loss)(params, rows)
-        else:
-            grads = pa.grad(loss, microbatch_size=2, engine=engine)(params, rows)
-        return grads, torch.rand(1)
-
-    expected = run(lambda p, x: optree.tree_leaves(functional_call(net, p, (x,)))[0])
+    expected = drawing(lambda: run(lambda p, x: first_of(functional_call(net, p, (x,)))))
     with unchanged(net, params, [rows]):
-        assert_trees_bitwise_equal(run(first), expected)
+        assert_trees_bitwise_equal(drawing(lambda: run(lean)), expected)
 
 
 def test_keys_may_be_passed_or_captured():
@@ -91,12 +85,12 @@ def test_keys_may_be_passed_or_captured():
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_the_random_numbers_of_a_vmap_are_drawn_again(randomness):
     def run(drop):
-        torch.manual_seed(1)
         each = vmap(grad(lambda x: (drop(x) ** 2).sum()), randomness=randomness)(X)
         whole = grad(lambda X: (vmap(drop, randomness=randomness)(X) ** 2).sum())(X)
-        return each, whole, torch.rand(1)
+        return each, whole
 
-    assert_trees_bitwise_equal(run(pa.remat(F.dropout)), run(F.dropout))
+    ours, plain = (drawing(lambda f=f: run(f), 1) for f in (pa.remat(F.dropout), F.dropout))
+    assert_trees_bitwise_equal(ours, plain)
 
 
 @pytest.mark.parametrize("backward_inside", [False, True])
@@ -106,7 +100,7 @@ def test_autocast_is_that_of_the_first_time(cache, backward_inside):
     twice = lambda w, x: ((x @ w).relu() @ w).float()  # noqa: E731
 
     def run(f):
-        w = W.clone().requires_grad_()
+        w = leaf(W)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             total = f(w, X).sum()
             if backward_inside:
@@ -118,18 +112,17 @@ def test_autocast_is_that_of_the_first_time(cache, backward_inside):
 
 
 def test_autocast_around_the_backward_pass_alone_changes_nothing():
+    def in_float32(w):
+        with torch.autocast("cpu", enabled=False):
+            return (w @ w).sin().sum()
+
     def run(f):
-        w = W.clone().requires_grad_()
+        w = leaf(W)
         total = f(w)
         with torch.autocast("cpu", torch.bfloat16):
             return torch.autograd.grad(total, w)
 
     assert_trees_bitwise_equal(run(pa.remat(lambda w: (w @ w).sin().sum())), run(in_float32))
-
-
-def in_float32(w):
-    with torch.autocast("cpu", enabled=False):
-        return (w @ w).sin().sum()
 
 
 def test_the_cache_of_autocast_lets_go_of_what_is_computed_again():
@@ -141,6 +134,6 @@ def test_the_cache_of_autocast_lets_go_of_what_is_computed_again():
         return (X @ w).sum()
 
     with torch.autocast("cpu", torch.bfloat16):
-        pa.remat(func)(W.clone().requires_grad_()).backward()
+        pa.remat(func)(leaf(W)).backward()
         gc.collect()
         assert [ref() for ref in seen] == [None] * 3  # observed, forwards, and back

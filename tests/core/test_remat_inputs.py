@@ -14,6 +14,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
 from tests.dropped import is_dropped
+from tests.problems import leaf, pulled
 from tests.refusals import Old
 
 
@@ -26,7 +27,7 @@ x = X[0]
 
 
 def test_any_tree_goes_in_and_out():
-    given = {"w": W.clone().requires_grad_(), "n": 3, "none": None, "i": torch.arange(3)}
+    given = {"w": leaf(W), "n": 3, "none": None, "i": torch.arange(3)}
 
     def func(tree, /, *, scale, text):
         y = tree["w"][tree["i"]] * scale * tree["n"]
@@ -47,7 +48,7 @@ def test_any_tree_goes_in_and_out():
 
 
 def test_an_output_or_an_input_may_be_unused():
-    w, y = W.clone().requires_grad_(), x.clone().requires_grad_()
+    w, y = leaf(W), leaf(x)
     first, second = pa.remat(lambda w, y: (w.exp(), (w @ w).detach()))(w, y)
     grads = torch.autograd.grad(first.sum(), (w, y), allow_unused=True, retain_graph=True)
     assert_trees_bitwise_equal(grads, (w.detach().exp(), None))
@@ -62,7 +63,7 @@ def test_inputs_without_a_gradient_cost_none():
         seen.append((w.requires_grad, x.requires_grad))
         return x @ w
 
-    pa.remat(func)(W.clone().requires_grad_(), X).sum().backward()
+    pa.remat(func)(leaf(W), X).sum().backward()
     assert seen == [(False, False), (False, False), (True, False)]  # observed, forward, backward
 
 
@@ -74,24 +75,19 @@ def test_one_tensor_may_be_two_arguments_and_an_output(transform):
     def total(f):
         return lambda w: sum((i + 1) * (out**2).sum() for i, out in enumerate(f(w, w)))
 
-    def run(f):
-        if transform == "grad":
-            return grad(total(f))(whole)
-        w = whole.clone().requires_grad_()
-        return torch.autograd.grad(total(f)(w), w)[0]
-
-    assert_trees_bitwise_equal(run(pa.remat(func)), run(func))
+    by = pulled if transform == "autograd" else lambda f, w: grad(f)(w)
+    assert_trees_bitwise_equal(by(total(pa.remat(func)), whole), by(total(func), whole))
 
 
 def test_what_comes_out_may_be_written_to():
     """As an activation in place does."""
-    w = W.clone().requires_grad_()
+    w = leaf(W)
     (grads,) = torch.autograd.grad(pa.remat(lambda w: w * 2)(w).relu_().sum(), w)
     assert_trees_bitwise_equal(grads, 2.0 * (W > 0))
 
 
 def test_a_function_may_have_no_output_and_no_tensor():
-    assert pa.remat(lambda x: ())(W.clone().requires_grad_()) == ()
+    assert pa.remat(lambda x: ())(leaf(W)) == ()
     assert pa.remat(lambda n: n + 1)(1) == 2
 
 
@@ -105,7 +101,7 @@ def test_without_gradients_it_is_the_function(mode):
 def test_a_function_that_torch_func_cannot_run_is_rematerialised_by_autograd():
     """Plain autograd runs the backward pass where no transform is active."""
 
-    y = x.clone().requires_grad_()
+    y = leaf(x)
     for create_graph in (False, True):
         (g,) = torch.autograd.grad(pa.remat(Old.apply)(y).sum(), y, create_graph=create_graph)
         assert torch.equal(g, torch.full((3,), 2.0))
@@ -187,7 +183,7 @@ def test_nothing_is_held_but_inputs():
         inside.append(weakref.ref(h))
         return h.sin()
 
-    out = pa.remat(func)(W.clone().requires_grad_())
+    out = pa.remat(func)(leaf(W))
     gc.collect()
     assert inside[0]() is None
     out.sum().backward()
@@ -231,12 +227,7 @@ def test_a_step_rematerialises_its_loss(donate):
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
     params = [{k: v.detach() for k, v in b.named_parameters()} for b in blocks]
     fs = [lambda p, x, b=b: functional_call(b, p, (x,)) for b in blocks]
-    chain = pa.remat_sequential(fs)
-
-    def plain(params, x):
-        for f, p in zip(fs, params, strict=True):
-            x = f(p, x)
-        return x
+    batch = torch.randn(5, 4)
 
     def run(call):
         loss = lambda p, batch: (call(p, batch) ** 2).mean()  # noqa: E731
@@ -246,8 +237,7 @@ def test_a_step_rematerialises_its_loss(donate):
             state, info = step(state, batch)
         return state.params, info.loss
 
-    batch = torch.randn(5, 4)
-    assert_trees_bitwise_equal(run(chain), run(plain))
+    assert_trees_bitwise_equal(run(pa.remat_sequential(fs)), run(in_a_row(fs)))
 
 
 def test_modes_are_those_of_the_first_run():

@@ -8,6 +8,7 @@ from torch.func import grad, jvp, vjp, vmap
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
+from tests.problems import leaf
 from tests.refusals import refused, saying
 
 
@@ -16,44 +17,25 @@ W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=ge
 x = X[0]
 
 
-class Inside(nn.Module):
-    """Rematerialises a part of itself, which captures its parameters."""
-
-    def __init__(self, wrap=pa.remat):
-        super().__init__()
-        self.part, self.wrap = nn.Linear(3, 3), wrap
-
-    def forward(self, x):
-        return self.wrap(lambda x: self.part(x))(x)
-
-
-INSIDE = Inside()
-
-
-def leaf():
-    return W.clone().requires_grad_()
+PART = nn.Linear(3, 3)  # whose parameters are captured
 
 
 def test_a_constant_under_no_grad_may_be_captured():
     """The level of vjp records, and the one below it, to which the parameter belongs, does not."""
-    lean = pa.remat(lambda w: INSIDE.part(x @ w))
+    plain = lambda w: PART(x @ w)  # noqa: E731
     with torch.no_grad():
-        ours, torchs = (vjp(f, W)[1](x) for f in (lean, lambda w: INSIDE.part(x @ w)))
+        ours, torchs = (vjp(f, W)[1](x) for f in (pa.remat(plain), plain))
     assert_trees_bitwise_equal(ours, torchs)
 
 
 # Functions that are not pure -----------------------------------------------------------
 
 
-def writing(x):
-    return x.add_(1)
-
-
 @pytest.mark.parametrize(
     "run",
     [
         lambda f: f(X.clone()),
-        lambda f: f(leaf() * 1),
+        lambda f: f(leaf(W) * 1),
         lambda f: grad(lambda x: f(x * 1).sum())(X),
         lambda f: vmap(f)(X.clone()),
         lambda f: grad(lambda X: vmap(f)(X * 1).sum())(X),
@@ -64,12 +46,12 @@ def writing(x):
 def test_an_argument_that_is_written_to_is_refused(run):
     """The second run would start from what the first one left."""
     with refused(RuntimeError, "writes to args[0]", "in place", given=[W, X]):
-        run(pa.remat(writing))
+        run(pa.remat(lambda x: x.add_(1)))
 
 
 def test_an_input_that_is_written_to_afterwards_is_refused():
     """As torch says of any function that needs its inputs."""
-    y = leaf() * 1
+    y = leaf(W) * 1
     out = pa.remat(torch.sin)(y)
     y.add_(1)
     with saying(RuntimeError, "modified by an inplace operation"):
@@ -90,7 +72,7 @@ def test_an_error_of_the_second_run_comes_as_it_is(transform):
 
     lean = pa.remat(func)
     run = {
-        "backward": lambda: lean(x.clone().requires_grad_()).sum().backward(),
+        "backward": lambda: lean(leaf(x)).sum().backward(),
         "grad": lambda: grad(lambda x: lean(x).sum())(x),
         "jvp": lambda: jvp(lean, (x,), (x,)),
     }
@@ -104,7 +86,7 @@ def test_an_error_of_the_second_run_comes_as_it_is(transform):
 
 
 def test_a_second_backward_pass_has_to_be_announced():
-    out = pa.remat(torch.sin)(leaf()).sum()
+    out = pa.remat(torch.sin)(leaf(W)).sum()
     out.backward(retain_graph=True)
     out.backward()
     with saying(RuntimeError, "second time"):
