@@ -7,11 +7,13 @@ which they would be constants, so that a gradient would silently lack a term.
 
 import pytest
 import torch
+from torch import nn
 
 import pureaccum as pa
 from pureaccum.curvature import fisher_vp, ggnvp, hvp
 from tests.draws import generator
 from tests.exactly import integers
+from tests.problems import Around, in_parts, leaf, once, pulled
 from tests.refusals import saying
 
 
@@ -26,17 +28,14 @@ def f(w, x):
     return ((x @ w) ** 3).sum()
 
 
-def accumulated(w):
-    acc = pa.accumulator(f, reduction="sum")
-    state = acc.init(w)
-    for part in X.split(2):
-        state = acc.update(state, w, part)
-    return acc.finalize(state)[0]
+def accumulated(w, loss=f, **knobs):
+    acc = pa.accumulator(loss, **{"reduction": "sum", **knobs})
+    return acc.finalize(in_parts(acc, w, X.split(2)))[0]
 
 
-def trained(w):
-    step = pa.make_step(f, SGD, microbatch_size=2, reduction="sum")
-    return step(step.init(w), X)[0].params
+def trained(w, loss=f, rate=0.5, reduction="sum"):
+    step = pa.make_step(loss, pa.sgd(rate), microbatch_size=2, reduction=reduction)
+    return once(step, w, X)[0].params
 
 
 def moved(w):
@@ -67,22 +66,9 @@ def loss_of(called):
     return lambda w, x: (called(w) * 0.25).sum() + ((x @ w) ** 2).mean()
 
 
-def by_step(loss):
-    step = pa.make_step(loss, pa.sgd(1.0), microbatch_size=2)
-    return W - step(step.init(W), X)[0].params
-
-
-def by_updates(loss):
-    acc = pa.accumulator(loss, engine="auto")
-    state = acc.init(W)
-    for part in X.split(2):
-        state = acc.update(state, W, part)
-    return acc.finalize(state)[0]
-
-
 BY = {
-    "make_step": by_step,
-    "accumulator": by_updates,
+    "make_step": lambda loss: W - trained(W, loss, 1.0, "mean"),
+    "accumulator": lambda loss: accumulated(W, loss, reduction="mean", engine="auto"),
     "pa.grad": lambda loss: pa.grad(loss, microbatch_size=2)(W, X),
     "engine=auto": lambda loss: pa.grad(loss, microbatch_size=2, engine="auto")(W, X),
 }
@@ -98,19 +84,14 @@ def test_what_a_loss_calls_is_differentiated(name, by):
         assert torch.equal(BY[by](loss), want)
 
 
-def microbatched(loss):
-    w = W.clone().requires_grad_()
-    pa.microbatch(loss, microbatch_size=2, reduce="mean")(w, X).backward()
-    assert w.grad is not None
-    return w.grad
-
-
 BY_AUTOGRAD = {
     "grad": lambda loss: pa.grad(loss, microbatch_size=2, engine="autograd")(W, X),
     "per_sample_grad": lambda loss: pa.per_sample_grad(
         loss, engine="autograd", reduce="mean", keep_batch_dim=True
     )(W, X),
-    "microbatch": microbatched,
+    "microbatch": lambda loss: pulled(
+        lambda w: pa.microbatch(loss, microbatch_size=2, reduce="mean")(w, X), W
+    ),
 }
 WITHOUT_GRAPH = ("accumulator", "make_step", "sgd")
 
@@ -160,15 +141,6 @@ def adapted(w, x):
     return (((x @ (w - g / 4)) * (x @ w)) ** 2).sum()
 
 
-class Module(torch.nn.Module):
-    def __init__(self, w):
-        super().__init__()
-        self.w = torch.nn.Parameter(w)
-
-    def forward(self, x):
-        return adapted(self.w, x)
-
-
 PIECES = {
     "microbatch": lambda w: pa.microbatch(adapted, microbatch_size=2, reduce="sum")(w, X),
     "captured": lambda w: pa.microbatch(
@@ -185,7 +157,7 @@ PIECES = {
 @pytest.mark.parametrize("order", [1, 2])
 def test_torch_autograd_grad_inside_is_followed_by_backward(piece, order):
     def derived(f):
-        w = W.clone().requires_grad_()
+        w = leaf(W)
         (g,) = torch.autograd.grad(f(w), w, create_graph=order == 2)
         return g if order == 1 else torch.autograd.grad(g.square().sum(), w)[0]
 
@@ -194,11 +166,14 @@ def test_torch_autograd_grad_inside_is_followed_by_backward(piece, order):
 
 
 def test_torch_autograd_grad_inside_a_module_is_followed():
-    by_hand, module = Module(W.clone()), Module(W.clone())
+    by_hand, module = (
+        Around(lambda x, at: adapted(at.weight[0], x), nn.Linear(3, 1)) for _ in range(2)
+    )
+    for it in (by_hand, module):
+        it.parts[0].weight.data = W[None].clone()
     sum(by_hand(x) for x in X.split(2)).backward()
     pa.microbatch(module, microbatch_size=2, reduce="sum", batch_argnums=0)(X).backward()
-    assert module.w.grad is not None
-    assert torch.equal(module.w.grad, by_hand.w.grad)
+    assert torch.equal(module.parts[0].weight.grad, by_hand.parts[0].weight.grad)
 
 
 @pytest.mark.parametrize("piece", PIECES)
@@ -219,8 +194,6 @@ def test_a_loss_may_take_a_gradient_of_its_leaves_by_itself(engine, width):
         (g,) = torch.autograd.grad((x @ w).square().sum() / 4, w, create_graph=True)
         return (x @ (w - g)).square().sum()
 
-    of_all = w.clone().requires_grad_()
-    (want,) = torch.autograd.grad(sum(loss(of_all, part) for part in x.split(2)), of_all)
+    want = pulled(lambda w: sum(loss(w, part) for part in x.split(2)), w)
     knobs = {"microbatch_size": 2, "reduction": "sum", "check": False}
-    got = pa.grad(loss, engine=engine, **knobs)(w, x)
-    assert torch.equal(got, want)
+    assert torch.equal(pa.grad(loss, engine=engine, **knobs)(w, x), want)

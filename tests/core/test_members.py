@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.func import grad, jacfwd, jvp, vmap
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
-from tests.draws import examples
+from tests.draws import examples, generator
 from tests.exactly import WEIGHTED, full_batch, losses, make_batch, make_params
 
 
@@ -49,9 +50,8 @@ def test_a_fault_in_one_member_stays_in_it(seed, loss, rows, data, masked):
         reduction=loss.reduction,
         nonfinite="propagate" if masked else "skip",
     )
-    assert_trees_bitwise_equal(
-        torch.func.vmap(gradient, (None, 0))(params, stacked(batches)), stacked(expected)
-    )
+    got = vmap(gradient, (None, 0))(params, stacked(batches))
+    assert_trees_bitwise_equal(got, stacked(expected))
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 4.0]), min_size=5, max_size=5), min_size=2))
@@ -62,7 +62,7 @@ def test_a_gradient_in_one_member_may_be_nan_where_its_loss_is_not(members):
         lambda w, x: (w * x).sqrt().sum(), microbatch_size=1, reduction="sum", nonfinite="skip"
     )
     expected = x.sqrt().sum(1) / 2  # a zero adds nothing because it is skipped
-    assert_trees_bitwise_equal(torch.func.vmap(gradient, (None, 0))(torch.tensor(1.0), x), expected)
+    assert_trees_bitwise_equal(vmap(gradient, (None, 0))(torch.tensor(1.0), x), expected)
 
 
 @examples(1 / 4)
@@ -76,7 +76,7 @@ def test_a_fault_propagates_in_its_member_alone(seed, loss, rows, size, bad):
     gradient = pa.grad_and_value(
         loss.call, microbatch_size=min(size, rows - 1), reduction=loss.reduction
     )
-    grads, values = torch.func.vmap(gradient, (None, 0))(params, stacked(batches))
+    grads, values = vmap(gradient, (None, 0))(params, stacked(batches))
     for i, batch in enumerate(batches):
         member = optree.tree_map(lambda g, i=i: g[i], grads)
         assert_trees_bitwise_equal(member, full_batch(loss, params, batch))
@@ -103,15 +103,15 @@ def test_a_stream_of_stacked_states_is_that_of_its_members(seed, loss, size, poi
     merged = [acc.merge(a, b) for a, b in zip(states, others, strict=True)]
 
     params = stacked(several)
-    other = torch.func.vmap(acc.init)(params)
-    state = torch.func.vmap(acc.init)(params)
+    other = vmap(acc.init)(params)
+    state = vmap(acc.init)(params)
     for part in parts:
-        state = torch.func.vmap(acc.update)(state, params, stacked(part))
+        state = vmap(acc.update)(state, params, stacked(part))
     assert_trees_bitwise_equal(state, stacked(states))
-    state = torch.func.vmap(acc.merge)(state, other)
+    state = vmap(acc.merge)(state, other)
     assert_trees_bitwise_equal(state, stacked(merged))
     assert_trees_bitwise_equal(
-        torch.func.vmap(acc.finalize)(state), stacked([acc.finalize(s) for s in merged])
+        vmap(acc.finalize)(state), stacked([acc.finalize(s) for s in merged])
     )
     assert state.skipped[bad] == (loss.weight(parts[poisoned][bad]) != 0)
 
@@ -126,43 +126,36 @@ def test_donation_is_without_effect_under_vmap(seed, loss, rows, data):
 
     def run(factor, donate):
         scaled = optree.tree_map(lambda x: x * factor, params)
-        state = acc.init(scaled)
-        olds = []
+        olds = [acc.init(scaled)]
         for part in pa.microbatches(batch, size):
-            olds.append(state)
-            state = acc.update(state, scaled, part, donate=donate)
-        olds.append(state)
-        return acc.finalize(state, donate=donate), olds
+            olds.append(acc.update(olds[-1], scaled, part, donate=donate))
+        return acc.finalize(olds[-1], donate=donate), olds
 
     factors = torch.tensor([1.0, 0.0, -1.0])
-    plain, donated = (
-        torch.func.vmap(lambda c, d=donate: run(c, d))(factors) for donate in (False, True)
-    )
+    plain, donated = (vmap(lambda c, d=d: run(c, d))(factors) for d in (False, True))
     assert_trees_bitwise_equal(plain, donated)
 
 
 @given(seeds(), st.integers(1, 40), st.integers(1, 4))
 def test_bf16_params_are_summed_in_float32(seed, rows, size):
     """Each microbatch's gradient is exact in bfloat16 and their sum is not: rounded once."""
-    x = torch.randint(5, 16, (rows,), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    x = torch.randint(5, 16, (rows,), generator=generator(seed)).bfloat16()
     w = torch.ones(MEMBERS, dtype=torch.bfloat16)
     loss = lambda w, x: (w * x).sum()  # noqa: E731
     gradient = pa.grad(loss, microbatch_size=size, reduction="sum")
     expected = x.double().sum().to(torch.bfloat16).expand(MEMBERS)
     if rows > size:  # else torch.func's own sum
-        assert_trees_bitwise_equal(torch.func.vmap(gradient, (0, None))(w, x), expected)
-    assert torch.func.vmap(gradient, (0, None))(w, x).dtype == torch.bfloat16
+        assert_trees_bitwise_equal(vmap(gradient, (0, None))(w, x), expected)
+    assert vmap(gradient, (0, None))(w, x).dtype == torch.bfloat16
 
 
 @given(seeds(), st.integers(1, 8), st.integers(1, 8))
 def test_bf16_params_have_their_derivatives(seed, rows, size):
     """Second derivatives of bfloat16 params, all numbers below 2**8 and so exact."""
-    x = torch.randint(-7, 8, (rows,), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    x = torch.randint(-7, 8, (rows,), generator=generator(seed)).bfloat16()
     one = torch.ones((), dtype=torch.bfloat16)
     gradient = pa.grad(lambda w, x: (w * w * x).sum(), microbatch_size=size, reduction="sum")
     expected = 2 * x.double().sum().to(torch.bfloat16)
-    assert_trees_bitwise_equal(
-        torch.func.jvp(lambda w: gradient(w, x), (one,), (one,))[1], expected
-    )
-    assert_trees_bitwise_equal(torch.func.grad(gradient)(one, x), expected)
-    assert_trees_bitwise_equal(torch.func.jacfwd(gradient)(one, x), expected)
+    assert_trees_bitwise_equal(jvp(lambda w: gradient(w, x), (one,), (one,))[1], expected)
+    assert_trees_bitwise_equal(grad(gradient)(one, x), expected)
+    assert_trees_bitwise_equal(jacfwd(gradient)(one, x), expected)

@@ -23,6 +23,7 @@ import pureaccum as pa
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.outer import U64, Problem, tangent
+from tests.problems import in_parts, once
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
@@ -45,7 +46,7 @@ Outer = Callable[[Given], Tensor]
 def make(seed):
     """What is given; a batch for each step, and one more to judge by."""
     g = generator(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    normal = partial(torch.randn, generator=g, dtype=torch.float64)
     theta = torch.rand(STEPS, ROWS, generator=g, dtype=torch.float64) + 0.5
     rate = torch.tensor(0.1, dtype=torch.float64)
     batches = [{"x": normal(ROWS, 3), "y": normal(ROWS, 2)} for _ in range(STEPS + 1)]
@@ -274,17 +275,15 @@ def test_plain_autograd_follows_the_weights_of_samples_or_is_refused(
     want = grad(lambda theta: squares(by_hand(at.params, batches[0] | {"theta": theta})))(theta)
     Problem.compare(found, want.detach(), [want.detach()])
     acc = pa.accumulator(loss, squares=True, **knobs)
-    state = acc.init(at.params)
-    for part in pa.microbatches(batch, size or ROWS):
-        state = acc.update(state, at.params, part)
+    state = in_parts(acc, at.params, pa.microbatches(batch, size or ROWS))
     with pytest.raises(RuntimeError, match="keeps no graph"):
         squares(acc.finalize(state)).backward()
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, noise=True, **knobs)
     if passed:
-        assert step(step.init(at.params), batch)[1].loss.requires_grad
+        assert once(step, at.params, batch)[1].loss.requires_grad
     else:
         with pytest.raises(RuntimeError, match="captures a tensor"):
-            step(step.init(at.params), batch)
+            once(step, at.params, batch)
 
 
 def test_a_microbatch_of_no_weight_has_no_part_in_a_derivative_of_the_noise():

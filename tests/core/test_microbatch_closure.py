@@ -25,10 +25,10 @@ from tests.core.coupled import FAMILIES, batch_of, params_of, pieces
 from tests.draws import examples, generator
 from tests.exactly import integers
 from tests.outer import TRANSFORMS
+from tests.problems import near_together, normal, pulled
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
-BOUND = 2.0**-26  # sqrt(u) of float64
 ROWS = 5
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
 
@@ -112,16 +112,10 @@ def test_derivatives_of_higher_order_have_the_bits_of_plain_code(order, by, cut,
 
             return run
 
-        def value(w, x):
-            rows, s = f(w, x)
-            return (rows * c).sum() + s.sum()
-
+        value = lambda w, x: (lambda rows, s: (rows * c).sum() + s.sum())(*f(w, x))  # noqa: E731
         for _ in range(order - 1):
             value = once(value)
-        leaves = [t.clone().requires_grad_(by == "backward") for t in (w, x)]
-        if by == "func":
-            return grad(value, (0, 1))(*leaves)
-        return torch.autograd.grad(value(*leaves), leaves)
+        return grad(value, (0, 1))(w, x) if by == "func" else pulled(value, w, x)
 
     assert_trees_bitwise_equal(derived(micro), derived(both))
 
@@ -134,20 +128,7 @@ def smooth(w, x):
 
 
 def double(seed):
-    g = generator(seed)
-    w, x = (torch.randn(n, generator=g, dtype=torch.float64) / 2 for n in ((3, 2), (ROWS, 3)))
-    return w, x
-
-
-def near(got, want):
-    """Against the norm of all leaves: a gradient that is zero is one only to the bound."""
-    xs, spec = optree.tree_flatten(got)
-    ys, other = optree.tree_flatten(want)
-    assert spec == other
-    assert [x.shape for x in xs] == [y.shape for y in ys]
-    size = torch.stack([y.norm() for y in ys]).norm()
-    assert size > 0
-    assert torch.stack([(x - y).norm() for x, y in zip(xs, ys, strict=True)]).norm() <= BOUND * size
+    return normal(3, 2, seed=seed) / 2, normal(ROWS, 3, seed=seed + 1) / 2
 
 
 FACTORS = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
@@ -219,7 +200,7 @@ def test_every_nest_of_two_is_that_of_plain_code(outer, form, cut, seed):
     args = double(seed)
     for inner in NESTS if outer in ("backward", "remat") else FUNC:
         got, want = (NESTS[outer](NESTS[inner](coupled(m, form, cut))) for m in (cut_in, uncut))
-        near(got(*args).detach(), want(*args).detach())
+        near_together(got(*args).detach(), want(*args).detach())
 
 
 @pytest.mark.parametrize("outer", FUNC)
@@ -233,7 +214,7 @@ def test_nests_of_three_are_those_of_plain_code(outer, data, form, cut, seed):
         for name in names:
             f = NESTS[name](f)
         results.append(f(*double(seed)))
-    near(*results)
+    near_together(*results)
 
 
 # Losses of practice ------------------------------------------------------------------------
@@ -251,7 +232,7 @@ def test_each_transform_of_a_coupled_loss_is_that_of_plain_code(transform, name,
     loss = FAMILIES[name]
     ours = getattr(pa, by)(partial(loss, cut=pieces(cut)))
     plain = grad(loss) if by == "grad" else loss
-    near(transform(ours)(params, batch), transform(plain)(params, batch))
+    near_together(transform(ours)(params, batch), transform(plain)(params, batch))
 
 
 @pytest.mark.parametrize("optimizer", [pa.sgd(0.1), pa.adamw(0.01)], ids=["sgd", "adamw"])
@@ -266,8 +247,10 @@ def test_an_ensemble_of_states_is_its_members(optimizer):
 
     loss = FAMILIES["contrastive"]
     (got, info), (want, wanted) = stepped(partial(loss, cut=pieces(2))), stepped(loss)
-    near(got.params, want.params)
-    near((info.loss, info.grad_norm, info.weight), (wanted.loss, wanted.grad_norm, wanted.weight))
+    near_together(got.params, want.params)
+    near_together(
+        (info.loss, info.grad_norm, info.weight), (wanted.loss, wanted.grad_norm, wanted.weight)
+    )
     assert info.applied.all()
 
 
@@ -280,15 +263,10 @@ def test_inside_of_a_user_s_compiler_it_is_one_graph(way):
         z, mean = pa.microbatch(f, microbatch_size=[2, 3])(w, x)
         return (z @ z.T).sin().sum() * mean
 
-    def run(f):
-        if way == "func":
-            return f(w, x)
-        leaf = w.clone().requires_grad_()
-        return torch.autograd.grad(f(leaf, x), leaf)[0]
-
+    run = (lambda f: f(w, x)) if way == "func" else (lambda f: pulled(f, w, x)[0])
     f = grad(loss) if way == "func" else loss
     torch.compiler.reset()
-    near(run(torch.compile(f, backend="eager", fullgraph=True)), run(f))
+    near_together(run(torch.compile(f, backend="eager", fullgraph=True)), run(f))
 
 
 class Product(torch.autograd.Function):
