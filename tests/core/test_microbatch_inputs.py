@@ -4,8 +4,6 @@ It is run again for its derivatives, so that all this has to hold there too: whe
 several threads, under random numbers, and where what it captured has changed in between.
 """
 
-import threading
-
 import optree
 import pytest
 import torch
@@ -20,19 +18,11 @@ from pureaccum.testing.strategies import compositions
 from tests.calls import BoomError, Explodes
 from tests.draws import examples
 from tests.dropped import is_dropped
+from tests.problems import drawing, end, normal, pulled, together
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
 ROWS = 6
-
-
-class Net(nn.Module):
-    """In training mode, with running statistics of its own that nobody may touch."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-        self.norm = nn.BatchNorm1d(4)
 
 
 def make_params():
@@ -69,11 +59,8 @@ T = torch.tensor(2.0)
 
 
 def backward(loss):
-    def run(p, b):
-        leaves = [x.detach().requires_grad_() for x in p.values()]
-        return torch.autograd.grad(loss(dict(zip(p, leaves, strict=True)), b), leaves)
-
-    return run
+    by_leaf = lambda p, b: lambda *its: loss(dict(zip(p, its, strict=True)), b)  # noqa: E731
+    return lambda p, b: pulled(by_leaf(p, b), *p.values())
 
 
 CALLS = {
@@ -165,8 +152,8 @@ def test_a_result_shares_no_memory_with_what_was_given(call):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_modes_stay_and_modules_keep_their_statistics(mode):
     """A module in training mode, called through ``functional``, under no_grad and not."""
-    net, x = Net(), make_batch()["x"]
-    linear = pa.functional(net.linear)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), make_batch()["x"]
+    linear = pa.functional(net[0])
 
     def loss(p, x):
         h = pa.microbatch(lambda p, x: linear.apply(p, (), x)[0], microbatch_size=4)(p, x)
@@ -235,14 +222,15 @@ def test_a_recomputation_draws_the_same_numbers(order, seed, sizes):
         s = dropout(h, 0.5).cumsum(0)
         return pa.microbatch(last, microbatch_size=sizes, reduce="sum")(w, s).sum()
 
-    results = []
-    for f in (plain, ours):
-        run = f if order == 0 else torch.func.grad(f)
+    def run(f):
+        if order:
+            f = torch.func.grad(f)
         if order == 2:
-            run = torch.func.grad(lambda w, first=run: (first(w) * w.detach()).sum())
-        torch.manual_seed(seed)
-        results.append((run(w), torch.get_rng_state()))
-    assert_trees_bitwise_equal(*results)
+            f = torch.func.grad(lambda w, first=f: (first(w) * w.detach()).sum())
+        return f(w)
+
+    got, want = (drawing(lambda f=f: run(f), seed) for f in (ours, plain))
+    assert_trees_bitwise_equal(got, want)
 
 
 def test_a_function_that_cannot_be_run_again_draws_once():
@@ -250,12 +238,9 @@ def test_a_function_that_cannot_be_run_again_draws_once():
     scripted = torch.jit.script(nn.Linear(3, 3))
     plain = lambda w, x: scripted(dropout(x * w, 0.5))  # noqa: E731
     w, x = torch.ones(3, requires_grad=True), torch.ones(ROWS, 3)
-    torch.manual_seed(1)
-    out = pa.microbatch(plain, microbatch_size=4)(w, x)
-    after = torch.get_rng_state()
-    torch.manual_seed(1)
-    assert_trees_bitwise_equal(out, torch.cat([plain(w, part) for part in x.split(4)]))
-    assert torch.equal(after, torch.get_rng_state())
+    got = drawing(lambda: pa.microbatch(plain, microbatch_size=4)(w, x), 1)
+    want = drawing(lambda: torch.cat([plain(w, part) for part in x.split(4)]), 1)
+    assert_trees_bitwise_equal(got, want)
 
 
 def test_an_error_where_it_is_computed_again_puts_the_generator_back():
@@ -282,25 +267,16 @@ def test_an_error_where_it_is_computed_again_puts_the_generator_back():
 def test_threads_do_not_see_each_other_s_microbatches():
     """One network, four threads, each with parameters of its own, forward and backward."""
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    fn, x = pa.functional(net), torch.randn(ROWS, 3, dtype=torch.float64)
+    fn, x = pa.functional(net), normal(ROWS, 3)
 
     def loss(p):
-        z = pa.microbatch(lambda x: fn.apply(p, (), x)[0], microbatch_size=2, batch_argnums=0)(x)
-        return (z @ z.T).sin().sum()
+        return end(
+            pa.microbatch(lambda x: fn.apply(p, (), x)[0], microbatch_size=2, batch_argnums=0)(x)
+        )
 
     def of(i):
         return torch.func.grad(loss)({k: v.detach() * i for k, v in fn.params.items()})
 
-    results = {}
-
-    def work(i):
-        for _ in range(5):
-            results[i] = of(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(1, 5):
-        assert_trees_bitwise_equal(results[i], of(i))
+    works = [lambda i=i: [of(i) for _ in range(5)][-1] for i in range(1, 5)]
+    for i, found in enumerate(together(*works), 1):
+        assert_trees_bitwise_equal(found, of(i))

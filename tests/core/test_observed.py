@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
 from pureaccum._base.torch_internals import dispatched
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.calls import BoomError
+from tests.problems import Around, Operations, in_a_window, leaf, once, pulled
 from tests.refusals import saying
 
 
@@ -26,13 +27,16 @@ W = torch.linspace(0.5, 1.5, 4)
 Loss = Callable[[Any, Tensor], Tensor]
 
 
-def _stream(loss):
-    step = pa.make_step(loss, pa.sgd(0.1))
-    state = step.init(W)
-    window = step.begin(state)
-    for part in X.split(2):
-        window = step.update(state, window, part)
-    return step.apply(state, window)
+def step_of(loss, **knobs):
+    return pa.make_step(loss, pa.sgd(0.1), **knobs)
+
+
+def primitive(loss):
+    return pa.microbatch(loss, microbatch_size=2, reduce="sum")
+
+
+def by_autograd(f):
+    return pulled(lambda w: f(w, X), W)
 
 
 CALLS = {
@@ -40,27 +44,18 @@ CALLS = {
     "autograd": lambda f: pa.grad_and_value(f, microbatch_size=2, engine="autograd")(W, X),
     "whole": lambda f: pa.grad_and_value(f)(W, X),
     "value": lambda f: pa.value(f, microbatch_size=2)(W, X),
-    "step": lambda f: (step := pa.make_step(f, pa.sgd(0.1), microbatch_size=2))(step.init(W), X),
-    "stream": _stream,
-    "budget": lambda f: (
-        step := pa.make_step(f, pa.sgd(0.1), microbatch_size="auto", memory_budget=10**6)
-    )(step.init(W), X),
+    "step": lambda f: once(step_of(f, microbatch_size=2), W, X),
+    "stream": lambda f: in_a_window(step := step_of(f), step.init(W), X.split(2)),
+    "budget": lambda f: once(step_of(f, microbatch_size="auto", memory_budget=10**6), W, X),
     "samples": lambda f: pa.per_sample_grad(f, keep_batch_dim=True, engine="autograd")(W, X),
-    "primitive": lambda f: torch.func.grad(
-        lambda w: pa.microbatch(f, microbatch_size=2, reduce="sum")(w, X)
-    )(W),
-    "backward": lambda f: by_autograd(pa.microbatch(f, microbatch_size=2, reduce="sum")),
+    "primitive": lambda f: torch.func.grad(lambda w: primitive(f)(w, X))(W),
+    "backward": lambda f: by_autograd(primitive(f)),
     "remat": lambda f: by_autograd(pa.remat(f)),
     "under vmap": lambda f: torch.func.vmap(
         lambda w: pa.grad(f, microbatch_size=2)(w, X), randomness="same"
     )(torch.stack([W, 2 * W])),
 }
 calls = pytest.mark.parametrize("call", CALLS)
-
-
-def by_autograd(f):
-    w = W.clone().requires_grad_()
-    return torch.autograd.grad(f(w, X), w)[0]
 
 
 @calls
@@ -76,10 +71,10 @@ def test_random_numbers_are_drawn_as_if_the_loss_were_called_once(call):
         return loss
 
     def run(loss):
-        torch.manual_seed(0)
-        own.manual_seed(1)
-        random.seed(2)
-        np.random.seed(3)
+        for seed, begin in enumerate(
+            (torch.manual_seed, own.manual_seed, random.seed, np.random.seed)
+        ):
+            begin(seed)
         out = CALLS[call](loss)
         states = torch.get_rng_state(), own.get_state(), torch.tensor(np.random.get_state()[1])
         return out, states, torch.tensor(random.getstate()[1], dtype=torch.int64)
@@ -131,10 +126,6 @@ def test_the_first_call_of_a_functional_is_one_call():
         states.append((fn.apply(fn.params, fn.buffers, X), fn.buffers, torch.get_rng_state()))
     assert_trees_bitwise_equal(*states)
     assert net[2].calls == 2
-
-
-class BoomError(Exception):
-    pass
 
 
 @calls
@@ -208,18 +199,6 @@ def test_a_loss_that_catches_the_refusal_of_a_write_is_refused_all_the_same(call
         CALLS[call](loss)
 
 
-class Operations(TorchDispatchMode):
-    """Notes what it sees, as a counter of operations does."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @calls
 def test_a_dispatch_mode_around_sees_a_loss_once(call):
     loss = lambda w, x: (w * x).square().mean()  # noqa: E731
@@ -248,38 +227,24 @@ def test_a_kind_that_nobody_could_observe_is_observed_the_next_time():
 
 
 def test_a_checkpoint_around_does_not_count_what_the_observed_run_saves():
-    rows = lambda w, x: (w * x).sin().sum()  # noqa: E731
-    loss = pa.microbatch(rows, microbatch_size=2, reduce="sum")
-    w = W.clone().requires_grad_()
+    loss = primitive(lambda w, x: (w * x).sin().sum())
+    w = leaf(W)
     checkpoint(loss, w, X, use_reentrant=False).backward()
     assert_trees_bitwise_equal(w.grad, by_autograd(loss))
-
-
-class Holding(nn.Module):
-    """Checkpoints another module, or only calls it."""
-
-    def __init__(self, net, on):
-        super().__init__()
-        self.net, self.on = net, on
-
-    def forward(self, x):
-        return checkpoint(self.net, x, use_reentrant=False) if self.on else self.net(x)
 
 
 def test_a_checkpoint_inside_is_recomputed_with_the_right_parameters():
     """Also where a loss makes other tensors of them at each call."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     params = {k: 2 * v.detach() for k, v in net.named_parameters()}
+    kept = Around(lambda x, net: checkpoint(net, x, use_reentrant=False), net)
+    plain = Around(lambda x, net: net(x), net)
 
-    def loss_of(module):
+    def gradient(module):
         def loss(p, x):
-            halved = {f"net.{name}": 0.5 * value for name, value in p.items()}
+            halved = {f"parts.0.{name}": 0.5 * value for name, value in p.items()}
             return torch.func.functional_call(module, halved, (x,)).mean()
 
-        return loss
+        return pa.grad(loss, microbatch_size=2, engine="autograd")(params, X)
 
-    got, want = (
-        pa.grad(loss_of(Holding(net, on)), microbatch_size=2, engine="autograd")(params, X)
-        for on in (True, False)
-    )
-    assert_trees_bitwise_equal(got, want)
+    assert_trees_bitwise_equal(gradient(kept), gradient(plain))

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, grad, jacfwd, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
 from pureaccum._base.trees import tree_leaves
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
+from tests.problems import ROOT, Functions, Operations, in_a_window, in_parts, leaf
 from tests.refusals import saying
 
 
@@ -63,18 +62,11 @@ def stepping(optimizer, **knobs):
 
 def streaming(w, x):
     step = pa.make_step(loss, pa.sgd(0.5), donate=True, reduction="sum")
-    state = step.init(w)
-    window = step.begin(state)
-    for part in x.split(3):
-        window = step.update(state, window, part)
-    return step.apply(state, window)[0].params
+    return in_a_window(step, step.init(w), x.split(3))[0].params
 
 
 def folded(acc, w, x):
-    state = acc.init(w)
-    for part in x.split(3):
-        state = acc.update(state, w, part, donate=True)
-    return acc.finalize(state)
+    return acc.finalize(in_parts(acc, w, x.split(3), donate=True))
 
 
 def accumulated(w, x):
@@ -175,7 +167,7 @@ def same(call, came, want):
         assert_trees_bitwise_equal(flat(came), flat(want))
         return
     for x, y in zip(flat(came), flat(want), strict=True):
-        assert (x - y).double().norm() <= 2.0**-26 * y.double().norm()
+        assert (x - y).double().norm() <= ROOT * y.double().norm()
 
 
 # Tracers ---------------------------------------------------------------------------------
@@ -223,7 +215,7 @@ AROUND = {
     "grad": grad,
     "vmap(grad)": lambda f: lambda w: vmap(grad(f))(torch.stack([w, 2 * w])),
     "jacfwd": jacfwd,
-    "backward": lambda f: lambda w: torch.autograd.grad(f(v := w.clone().requires_grad_()), v)[0],
+    "backward": lambda f: lambda w: torch.autograd.grad(f(v := leaf(w)), v)[0],
 }
 
 
@@ -274,24 +266,6 @@ def test_an_engine_that_cannot_be_traced_says_so():
 # Modes of the user's own -------------------------------------------------------------------
 
 
-class Operations(TorchDispatchMode):
-    """Notes which operations write."""
-
-    def __init__(self):
-        super().__init__()
-        self.written = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.is_mutable:
-            self.written.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 @calls
 @pytest.mark.parametrize("mode", [Operations, Functions])
 def test_who_only_looks_changes_no_bit(call, mode):
@@ -300,7 +274,7 @@ def test_who_only_looks_changes_no_bit(call, mode):
         came = flat(CALLS[call](*POINTS[0]))
     if call == "clipped":  # norms are those of vmap's gradients there, not those of layers
         for x, y in zip(came, want, strict=True):
-            assert float((x - y).norm()) <= 2.0**-26 * float(y.norm())
+            assert float((x - y).norm()) <= ROOT * float(y.norm())
         return
     assert_trees_bitwise_equal(came, want)
 
@@ -312,8 +286,8 @@ class Keeping(Operations):
         super().__init__()
         self.kept = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+    def __torch_dispatch__(self, func, *given):
+        out = super().__torch_dispatch__(func, *given)
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and not func._schema.is_mutable and x.layout == torch.strided:
                 self.kept.append((str(func), x, x.clone()))
@@ -332,12 +306,12 @@ def test_who_keeps_what_operations_give_finds_it_unchanged(call):
         out = CALLS[call](w, x)
         if call in DERIVED:
             torch.func.grad(lambda w: flat(CALLS[call](w, x))[0].sum())(w)
-            v = w.clone().requires_grad_()
+            v = leaf(w)
             torch.autograd.grad(flat(CALLS[call](v, x))[0].sum(), v)
     if call in KERNELS:
         return
     own = WRITE_THEMSELVES.get(call, set())
-    assert keeping.written <= own
+    assert {str(func) for func in keeping.seen if func._schema.is_mutable} <= own
     for name, x, then in keeping.kept:
         if call == "functional" and not x.dim() and not x.is_floating_point():
             continue  # the copy of a BatchNorm's count
@@ -356,15 +330,15 @@ def test_tensors_without_numbers_have_the_shapes_of_a_plain_call(call):
 # A function that is run again sees the modes that it saw --------------------------------------
 
 
-class Scaling(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+class Scaling(Functions):
+    def __torch_function__(self, func, *given):
+        out = super().__torch_function__(func, *given)
         return out * 2 if func is torch.tanh else out
 
 
-class Doubling(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+class Doubling(Operations):
+    def __torch_dispatch__(self, func, *given):
+        out = super().__torch_dispatch__(func, *given)
         return out * 2 if func is torch.ops.aten.tanh.default else out
 
 
@@ -381,7 +355,7 @@ AGAIN = {
 @pytest.mark.parametrize("call", AGAIN)
 def test_a_backward_pass_computes_what_the_forward_pass_computed(call, mode, forwards, backwards):
     def derivative(out_of):
-        w = POINTS[0][0].clone().requires_grad_()
+        w = leaf(POINTS[0][0])
         with mode() if forwards else nullcontext():
             out = out_of(w)
         with mode() if backwards else nullcontext():
@@ -400,7 +374,7 @@ def test_what_is_made_on_a_device_is_made_there_again():
         made.append(torch.zeros(1).device.type)
         return x @ w
 
-    w = POINTS[0][0].clone().requires_grad_()
+    w = leaf(POINTS[0][0])
     with torch.device("meta"):
         out = cut(func)(w, POINTS[0][1])
     out.sum().backward()
