@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import pureaccum as pa
 from tests.calls import ENGINES, NONFINITE
+from tests.problems import in_parts
 from tests.refusals import PARAMS, Loss, make_batch, squares
 
 
@@ -24,6 +25,11 @@ def weighing(params, batch):
 
 def all_nan(tree):
     return all(bool(x.isnan().all()) for x in optree.tree_leaves(tree))
+
+
+def all_zero(grads):
+    same = lambda x, like: x.dtype == like.dtype and torch.equal(x, 0 * like)  # noqa: E731
+    return optree.tree_all(optree.tree_map(same, grads, PARAMS))
 
 
 good = st.sampled_from([0.0, 1.0, 3.0, 2.0**40])
@@ -52,9 +58,7 @@ def test_a_weight_that_is_none_makes_all_nan(engine, nonfinite, weights, bad, at
     assert all_nan(pa.grad(weighing, **knobs)(PARAMS, batch))
     assert all_nan(pa.value(weighing, microbatch_size=size)(PARAMS, batch))
     acc = pa.accumulator(weighing, engine=engine, nonfinite=nonfinite)
-    state = acc.init(PARAMS)
-    for part in pa.microbatches(batch, 2):
-        state = acc.update(state, PARAMS, part, donate=True)
+    state = in_parts(acc, PARAMS, pa.microbatches(batch, 2), donate=True)
     assert all_nan(acc.finalize(acc.merge(acc.init(PARAMS), state)))
 
 
@@ -74,7 +78,7 @@ def test_a_mean_over_no_rows_is_nan_with_gradient_zero(engine, nonfinite, size):
         grads, value = pa.grad_and_value(
             loss, microbatch_size=size, engine=engine, nonfinite=nonfinite
         )(PARAMS, make_batch(0))
-        assert optree.tree_all(optree.tree_map(_zeros_like, grads, PARAMS))
+        assert all_zero(grads)
         assert value.isnan()
         assert pa.value(loss, microbatch_size=size)(PARAMS, make_batch(0)).isnan()
         assert loss.calls == 0
@@ -87,7 +91,7 @@ def test_a_sum_over_no_rows_is_zero(engine, nonfinite):
     grads, value = pa.grad_and_value(squares, engine=engine, nonfinite=nonfinite, **knobs)(
         PARAMS, make_batch(0)
     )
-    assert optree.tree_all(optree.tree_map(_zeros_like, grads, PARAMS))
+    assert all_zero(grads)
     assert value == 0
     assert pa.value(squares, **knobs)(PARAMS, make_batch(0)) == 0
 
@@ -97,7 +101,7 @@ def test_a_sum_over_no_rows_is_zero(engine, nonfinite):
 def test_a_state_that_saw_nothing_has_gradient_zero(reduction, value, donate):
     acc = pa.accumulator(squares, reduction=reduction)
     grads, came = acc.finalize(acc.init(PARAMS), donate=donate)
-    assert optree.tree_all(optree.tree_map(_zeros_like, grads, PARAMS))
+    assert all_zero(grads)
     torch.testing.assert_close(float(came), value, rtol=0, atol=0, equal_nan=True)
 
 
@@ -117,7 +121,3 @@ def test_an_empty_microbatch_of_a_stream_changes_no_mean(engine, nonfinite, dona
 @pytest.mark.parametrize("batch", [torch.ones(0), {"x": torch.ones(0, 3), "training": True}])
 def test_a_batch_without_rows_has_no_microbatches(batch):
     assert list(pa.microbatches(batch, 2)) == []
-
-
-def _zeros_like(x, like):
-    return x.dtype == like.dtype and torch.equal(x, torch.zeros_like(like))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.exactly import same
+from tests.problems import in_parts
 from tests.refusals import (
     PARAMS,
     Loss,
@@ -37,10 +38,9 @@ def gradient(loss, params, batch, kind="grad", **knobs):
     if kind == "grad":
         return pa.grad(loss, microbatch_size=2, **knobs)(params, batch)
     acc = pa.accumulator(loss, **knobs)
-    state = acc.init(params)
-    for part in pa.microbatches(batch, 2):
-        state = acc.update(state, params, part, donate=kind == "donated stream")
-    return acc.finalize(state)[0]
+    return acc.finalize(
+        in_parts(acc, params, pa.microbatches(batch, 2), donate=kind == "donated stream")
+    )[0]
 
 
 # Autocast ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.calls import ENGINES, NONFINITE, make_batch, make_params, mean_loss
+from tests.problems import in_parts
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("donation")]
@@ -63,9 +64,7 @@ def test_donation_changes_no_bit_of_the_result(engine, nonfinite):
     acc = pa.accumulator(mean_loss, engine=engine, nonfinite=nonfinite)
 
     def stream(donate):
-        state = acc.init(PARAMS)
-        for part in pa.microbatches(make_batch(7), 3):
-            state = acc.update(state, PARAMS, part, donate=donate)
+        state = in_parts(acc, PARAMS, pa.microbatches(make_batch(7), 3), donate)
         return state, acc.finalize(state)
 
     assert_trees_bitwise_equal(stream(True), stream(False))

@@ -24,16 +24,26 @@ def has_graph(tree):
     return [x for x in optree.tree_leaves(tree) if x.requires_grad or x.grad_fn is not None]
 
 
+def with_a_history(run):
+    """What comes out has a graph, and no bit of it is another under no_grad, where it has none."""
+    result = run()
+    assert has_graph(result)
+    with torch.no_grad():
+        plain = run()
+    assert not has_graph(plain)
+    assert_trees_bitwise_equal(optree.tree_map(torch.detach, result), plain)
+    return plain
+
+
 @every_call
 @every_kind
 def test_a_history_changes_no_bit_and_there_is_none_under_no_grad(name, knobs, kind):
-    plain = CALLS[name].run(mean_loss, make_params(), make_batch(), **knobs)
+    run = CALLS[name].run
+    plain = run(mean_loss, make_params(), make_batch(), **knobs)
     assert not has_graph(plain)
-    result = CALLS[name].run(mean_loss, kind(make_params()), make_batch(), **knobs)
-    assert has_graph(result)
-    assert_trees_bitwise_equal(optree.tree_map(torch.detach, result), plain)
-    with torch.no_grad():
-        assert not has_graph(CALLS[name].run(mean_loss, kind(make_params()), make_batch(), **knobs))
+    params = kind(make_params())
+    again = with_a_history(lambda: run(mean_loss, params, make_batch(), **knobs))
+    assert_trees_bitwise_equal(again, plain)
 
 
 @every_call
@@ -43,12 +53,7 @@ def test_so_it_is_where_the_loss_captures_a_parameter(name, knobs):
     def loss(params, batch):
         return mean_loss(params | {"w": params["w"] * captured}, batch)
 
-    result = CALLS[name].run(loss, params, make_batch(), **knobs)
-    assert has_graph(result)
-    with torch.no_grad():
-        plain = CALLS[name].run(loss, params, make_batch(), **knobs)
-    assert not has_graph(plain)
-    assert_trees_bitwise_equal(optree.tree_map(torch.detach, result), plain)
+    with_a_history(lambda: CALLS[name].run(loss, params, make_batch(), **knobs))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -64,19 +69,14 @@ def test_so_it_is_with_aux_whatever_it_is_made_from(engine, reduction):
             return mean_loss(params, batch), [rows, batch["x"] @ captured, batch["y"]]
         return mean_loss(params, batch), [rows.sum(), captured.sum(), batch["y"].sum()]
 
-    knobs = {"engine": engine, "aux_reduction": reduction, "microbatch_size": 2}
+    knobs = {"aux_reduction": reduction, "microbatch_size": 2}
     acc = pa.accumulator(loss, has_aux=True, engine=engine)
     for call in (
-        pa.grad_and_value(loss, has_aux=True, **knobs),
-        pa.value(loss, has_aux=True, microbatch_size=2, aux_reduction=reduction),
+        pa.grad_and_value(loss, has_aux=True, engine=engine, **knobs),
+        pa.value(loss, has_aux=True, **knobs),
         lambda params, batch: acc.update(acc.init(params), params, batch),
     ):
-        result = call(params, make_batch())
-        with torch.no_grad():
-            plain = call(params, make_batch())
-        assert has_graph(result)
-        assert not has_graph(plain)
-        assert_trees_bitwise_equal(optree.tree_map(torch.detach, result), plain)
+        with_a_history(lambda call=call: call(params, make_batch()))
 
 
 @every_call

@@ -1,7 +1,8 @@
-"""Odd leaves: complex, non-contiguous, without rows, without elements, and no tensors at all."""
+"""Odd leaves: complex, sparse, not contiguous, without rows or elements, and no tensors at all."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.exactly import copied
+from tests.problems import in_parts
 from tests.tables import each_once
 
 
@@ -49,12 +51,9 @@ def test_gradients_of_complex_parameters_are_summed(engine, width, nonfinite, se
     gradient = pa.grad(
         loss, microbatch_size=size, reduction="sum", engine=engine, nonfinite=nonfinite
     )
-    parts = list(pa.microbatches((x, y), size))
-    expected = [torch.func.grad(loss)(params, part) for part in parts]
-    assert_trees_bitwise_equal(
-        gradient(params, (x, y)),
-        {k: sum(part[k] for part in expected).resolve_conj() for k in params},
-    )
+    each = [torch.func.grad(loss)(params, part) for part in pa.microbatches((x, y), size)]
+    want = {k: sum(part[k] for part in each).resolve_conj() for k in params}
+    assert_trees_bitwise_equal(gradient(params, (x, y)), want)
 
 
 @engines
@@ -66,9 +65,7 @@ def test_a_complex_gradient_that_is_not_finite_is_skipped(engine, width):
     x = torch.tensor([1 + 2j, complex(3, float("inf")), 5 - 1j])
     for batch, count in ((x, 1), (x[1:2], 1), (x[:1], 0)):
         acc = pa.accumulator(loss, reduction="sum", nonfinite="skip", engine=engine)
-        state = acc.init(w)
-        for part in batch.split(1):
-            state = acc.update(state, w, part)
+        state = in_parts(acc, w, batch.split(1))
         assert state.skipped == state.nonfinite == count
         good = batch[batch.imag.isfinite()].sum()
         assert torch.equal(state.grads, good.expand(width))
@@ -179,8 +176,10 @@ def test_zero_d_leaves_keep_their_dtype(engine, dtype):
     )
 
 
-@pytest.mark.parametrize("engine", ["func", "autograd"])
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
+policies = pytest.mark.parametrize(("engine", "nonfinite"), POLICIES.values(), ids=POLICIES)
+
+
+@policies
 def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite, engine):
     """And the sum that begins with it is added to: 1, 2, 4, ... in place of 1, 2, 3, ..."""
     loss = lambda w, x: w.squeeze() + x.mean()  # noqa: E731
@@ -188,10 +187,9 @@ def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite, engine):
     assert torch.equal(grad(torch.ones(1), torch.arange(12.0)), torch.ones(1))
 
 
-@pytest.mark.parametrize("engine", ["func", "autograd"])
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
+@policies
 def test_two_gradients_may_be_views_of_one_tensor(nonfinite, engine):
-    """``.backward()`` itself is wrong here: see test_hazards."""
+    """``.backward()`` itself is wrong here: see test_torch_hazards."""
 
     def loss(params, x):
         a, b = (p.view(-1) for p in params)
@@ -200,3 +198,102 @@ def test_two_gradients_may_be_views_of_one_tensor(nonfinite, engine):
     grad = pa.grad(loss, microbatch_size=2, engine=engine, nonfinite=nonfinite)
     for grads in grad((torch.ones(2, 3), torch.ones(3, 2)), torch.arange(8.0)):
         assert torch.equal(grads.view(-1), torch.arange(6.0))
+
+
+# Embeddings with sparse gradients: sums are dense, exact, and those of dense gradients -----------
+
+
+VOCABULARIES = (6, 2**16)  # 4 columns of float32: the latter is 1 MiB, and added by a hook
+
+
+def total(params, batch, sparse):
+    rows = F.embedding(batch["i"], params["emb"], sparse=sparse)  # (rows, 2, 4)
+    return ((rows @ params["w"]) * batch["y"][:, None]).sum()
+
+
+def make(seed, vocabulary, rows):
+    g = generator(seed)
+    batch = {
+        "i": torch.randint(0, 6, (rows, 2), generator=g),  # repeats within rows and between
+        "y": whole(g, rows),
+        "mask": torch.randint(0, 3, (rows,), generator=g),
+    }
+    return {"emb": whole(g, 1, 4).expand(vocabulary, 4).clone(), "w": whole(g, 4)}, batch
+
+
+@engines
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("weighted", [False, True])
+@examples(1 / 4)
+@example(nonfinite="propagate", seed=1, rows=6, size=2)
+@given(
+    nonfinite=st.sampled_from(["propagate", "skip", "raise"]),
+    seed=seeds(),
+    rows=st.integers(1, 6),
+    size=st.integers(1, 6),
+)
+def test_sparse_gradients_are_summed_as_dense_ones(
+    engine, vocabulary, nonfinite, weighted, seed, rows, size
+):
+    params, batch = make(seed, vocabulary, rows)
+
+    def loss(p, b):
+        out, weight = total(p, b, sparse=True), b["mask"].sum()
+        # of no weight a total of 0, whose gradient is what it is
+        return pa.Weighted(out - out.detach() * (weight == 0), weight) if weighted else out
+
+    knobs = {"reduction": "sum", "nonfinite": nonfinite, "engine": engine, "check": False}
+    acc = pa.accumulator(loss, **knobs)
+    state, expected = acc.init(params), {k: torch.zeros_like(p) for k, p in params.items()}
+    for part in pa.microbatches(batch, size):
+        state = acc.update(state, params, part)
+        if not weighted or part["mask"].sum():
+            grads = torch.func.grad(lambda p, part=part: total(p, part, sparse=False))(params)
+            expected = {k: expected[k] + grads[k] for k in params}
+    assert_trees_bitwise_equal(state.grads, expected)
+    gradient = pa.grad(loss, microbatch_size=size, **knobs)
+    result = gradient(params, batch)
+    assert all(g.layout == torch.strided for g in result.values())
+    if weighted and rows > size:
+        weight = batch["mask"].sum().item() or 1
+        assert_trees_bitwise_equal(result, {k: g / weight for k, g in expected.items()})
+    elif not weighted:
+        assert_trees_bitwise_equal(result, expected)
+
+
+@engines
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_sparse_gradient_that_is_not_finite_is_skipped(engine, vocabulary, donate):
+    """One NaN among its few values."""
+    params, batch = make(0, vocabulary, 6)
+    loss = lambda p, b: total(p, b, sparse=True)  # noqa: E731
+    acc = pa.accumulator(loss, reduction="sum", nonfinite="skip", engine=engine)
+    clean = acc.update(acc.init(params), params, batch)
+    before = clean.grads["emb"].clone()
+    poisoned = {**batch, "y": batch["y"].clone()}
+    poisoned["y"][2] = torch.inf
+    state = acc.update(clean, params, poisoned, donate=donate)
+    assert state.skipped == 1
+    assert torch.equal(state.grads["emb"], before)
+    again = pa.grad(loss, microbatch_size=2, reduction="sum", nonfinite="skip", engine=engine)
+    rest = {k: torch.cat([column[:2], column[4:]]) for k, column in batch.items()}
+    expected = torch.func.grad(lambda p: total(p, rest, sparse=False))(params)
+    assert_trees_bitwise_equal(again(params, poisoned), expected)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_sparse_gradient_of_a_batch_that_is_not_cut_is_the_dense_one(weighted):
+    """A mean over everything, against the dense gradient."""
+    params, batch = make(0, 6, 4)
+    batch["mask"] = torch.ones(4)
+
+    def loss(p, b, sparse=True):
+        out = total(p, b, sparse)
+        return pa.Weighted(out, b["mask"].sum()) if weighted else out / len(b["mask"])
+
+    expected = torch.func.grad(lambda p: total(p, batch, sparse=False) / 4)(params)
+    for size in (None, 4, 2):
+        got = pa.grad(loss, microbatch_size=size, reduction="mean")(params, batch)
+        dense = {k: g.to_dense() for k, g in got.items()}
+        assert_trees_bitwise_equal(dense, expected)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.calls import ENGINES, NONFINITE
+from tests.problems import in_a_window, in_parts, once
 from tests.refusals import Loss, refused
 
 
@@ -67,14 +68,10 @@ class Form(NamedTuple):
 def _step(loss, batches, stream=False, **knobs):
     """One of length 1 shows the gradients."""
     step = pa.make_step(loss, pa.sgd(1.0), **knobs)
-    state = step.init(PARAMS)
     if stream:
-        window = step.begin(state)
-        for batch in batches:
-            window = step.update(state, window, batch)
-        new, info = step.apply(state, window)
+        new, info = in_a_window(step, step.init(PARAMS), batches)
     else:
-        new, info = step(state, batches[0])
+        new, info = once(step, PARAMS, batches[0])
     assert info.applied
     assert new.samples == 0
     assert info.microbatches == (len(batches) if stream else 1)
@@ -83,9 +80,7 @@ def _step(loss, batches, stream=False, **knobs):
 
 def _accumulated(loss, batches, donate=False, **knobs):
     acc = pa.accumulator(loss, **knobs)
-    state = acc.init(PARAMS)
-    for batch in batches:
-        state = acc.update(state, PARAMS, batch, donate=donate)
+    state = in_parts(acc, PARAMS, batches, donate)
     assert state.microbatches == len(batches)
     return acc.finalize(acc.merge(acc.init(PARAMS), state))
 
@@ -159,7 +154,7 @@ def test_the_aux_of_a_batch_without_tensors_is_that_of_one_microbatch(kind, word
     knobs = {"has_aux": True, "aux_reduction": word}
     knobs["reduction"] = "sum" if kind == "sum" else "mean"
     step = pa.make_step(with_aux, pa.sgd(1.0), **knobs)
-    _, info = step(step.init(PARAMS), {"weight": 2.0})
+    _, info = once(step, PARAMS, {"weight": 2.0})
     _, aux = pa.grad(with_aux, engine="autograd", **knobs)(PARAMS, {"weight": 2.0})
     expected = PARAMS["a"] * 2
     assert_trees_bitwise_equal(info.aux, expected[None] if word == "stack" else expected)
