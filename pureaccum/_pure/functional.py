@@ -10,7 +10,6 @@ tensor of another shape, is an error.
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -63,39 +62,36 @@ def functional(
         out, new_buffers = apply(params, buffers, *args, **kwargs)
         # out is module(*args, **kwargs) with ``params`` and ``buffers`` in place of its own
 
-    Modes (``train()`` or ``eval()``) and plain attributes are those that the module has when
-    ``apply`` is called, and an attribute that its ``forward`` assigns is assigned; parameters,
-    names, shapes and ties are those that it has now. ``buffers`` are all of them, or ``()`` if
-    the module has none. ``params`` may be some of the parameters: for the others the module's own
-    values are used.
+    ``apply`` uses the modes (``train()`` or ``eval()``) and attributes that the module has when it
+    is called, and assigns attributes that ``forward`` assigns. Parameters, names, shapes and ties
+    are those that the module has now. ``buffers`` are all buffers, or ``()`` if there are none;
+    ``params`` may be some of the parameters, and the module's own values stand for the others.
 
-    What does not require a gradient is frozen: it is not in ``params``, so that no optimizer moves
-    it or decays it. ``apply`` puts it in, in the dtype in which the parameters came, if that is
-    not their own. Other values for it may be given among ``params`` all the same; under a ``vmap``
-    that maps the parameters they must be, since what is frozen may differ between members.
+    A parameter that requires no gradient is frozen: it is not in ``params``, so no optimizer moves
+    or decays it. ``apply`` puts it in, cast to the dtype of the given parameters if they were cast.
+    ``params`` may hold another value for it; under a ``vmap`` that maps the parameters it must,
+    since members of an ensemble may differ in what is frozen.
 
     ``apply`` is safe in threads. It works under torch.func's transforms and in torch.compile. Under
     ``vmap`` a BatchNorm in training mode needs buffers that are mapped too.
 
-    With a ``microbatch_size`` it takes a whole batch in the memory of one microbatch, and returns
-    what it would have returned without: exact through BatchNorm, with the running statistics of the
-    full batch. All tensors that the module is called with are rows along dim 0, and so are all that
-    it returns; a loss is plain code after it, and a function around that takes its batch whole. For
-    every BatchNorm in training mode the network is cut in two: all microbatches go up to it, what
-    it is given is kept, its moments are merged, and all go on. For that each call first runs the
-    module for one microbatch and writes down what it does then, whatever it reads: so that must not
-    depend on the numbers in the batch, nor on how many rows there are; and everything but BatchNorm
-    has to treat each row by itself. (Inside ``torch.compile`` the batch is taken whole.)
+    With a ``microbatch_size``, ``apply`` takes a whole batch in the memory of one microbatch and
+    returns what it would return without, BatchNorm's running statistics included. All tensors that
+    the module takes and returns are rows along dim 0; compute the loss by plain code after it.
+    Every microbatch runs up to a BatchNorm, its inputs are stored, the moments are merged, then
+    every microbatch continues. Each call first traces the module on one microbatch. So its control
+    flow must not depend on tensor values or on the number of rows, and everything but BatchNorm
+    must treat each row by itself. (Inside ``torch.compile`` the batch is taken whole.)
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
-        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
-            each. None calls the module with all that it is given.
-        keep: Where tensors are kept between microbatches, and for the backward pass: on the
+        microbatch_size: Rows per microbatch, of which the last may have fewer, or a list of sizes.
+            None calls the module with the whole batch.
+        keep: Where tensors stay between microbatches and for the backward pass: on the
             ``"device"``, or on the ``"host"``, as for ``microbatch``.
-        group: The ranks that share each batch: BatchNorm takes the moments of the rows of all of
-            them, of which each rank is given its own, as many as it has, perhaps none. All ranks
-            call ``apply`` together. Derivatives are those of the sum of what all ranks return, as
+        group: The ranks that share each batch. Each rank gives its own rows, perhaps none, and
+            BatchNorm takes the moments of all of them. All ranks call ``apply`` together.
+            Derivatives are those of the sum of what all ranks return, as
             ``make_step(..., group=...)`` adds it up. Not inside ``torch.compile``.
 
     Example:
@@ -175,36 +171,27 @@ def _apply(
 ) -> tuple[Any, Any]:
     """Call the module with these tensors; returns what it returned, and its new buffers."""
     compiling = torch.compiler.is_dynamo_compiling()
-    # Unnoticed by the modes around the call: nothing is computed here, and one that puts in other
-    # tensors would do so for the module's own.
-    with nullcontext() if compiling else unnoticed():
-        if compiling or not _fits(params, names.params):
-            _check(params, names.params, places, "params")
-        none = type(buffers) in (dict, tuple) and not buffers
-        if compiling or not (none or _fits(buffers, names.buffers)):
-            _check(buffers, names.buffers, places, "buffers")
-        own = names.own
-        required = [x.requires_grad for x in own] if compiling else [*map(_REQUIRES_GRAD, own)]
-        if required != names.required:
-            raise _other_gradients(names)
+    if compiling:
+        _check_compiled(places, names, whole, params, buffers)
+    else:
+        # Unnoticed by the modes around the call: nothing is computed here, and one that puts in
+        # other tensors would do so for the module's own.
+        with unnoticed():
+            fit = _fits(params, names.params)
+            fit = fit and (buffers in ((), {}) or _fits(buffers, names.buffers))
+            if not fit or [*map(_REQUIRES_GRAD, names.own)] != names.required:
+                _check_call(places, names, params, buffers)
     if len(buffers) < len(names.buffers):
-        missing = next(name for name in names.buffers if name not in buffers)
-        raise ValueError(
-            f"buffers[{missing!r}] is missing; all {len(names.buffers)} buffers of the module "
-            "were expected, since it would write to its own in place of a missing one. They "
-            "are functional(module).buffers, or the new_buffers of an earlier call."
-        )
+        raise _missing_buffer(names, buffers)
     tensors = params or {}
     if frozen:
         tensors = {**tensors, **_frozen(names, frozen, tensors)}
-    if compiling and whole is not None and whole.group is not None:
-        group_of(whole.group)  # raises: no graph reaches other ranks
-    if whole is None or compiling:
+    if whole is not None and not compiling:
+        out, held = whole({**tensors, **dict(buffers)}, [*buffers], args, kwargs)
+    else:
         if buffers:
             tensors = tensors | {name: buffer.clone() for name, buffer in buffers.items()}
         out, held = call_module(places, tensors, buffers, args, kwargs)
-    else:
-        out, held = whole({**tensors, **dict(buffers)}, [*buffers], args, kwargs)
     return out, {name: held[name] for name in buffers} if buffers else buffers
 
 
@@ -236,16 +223,35 @@ def _frozen(
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in rest.items()}
 
 
-def _other_gradients(names: Names) -> RuntimeError:
-    """The error for what is trained or frozen, and was not when ``functional`` was called."""
-    each = zip(names.params, names.own, names.required, strict=True)
-    name, required = next((n, required) for n, x, required in each if x.requires_grad != required)
-    was, now = ("trained", "frozen") if required else ("frozen", "trained")
-    return RuntimeError(
-        f"{name} was {was} when functional(module) was called, and is {now} now "
-        f"(requires_grad={not required}): expected the same. Call functional(module) again, after "
-        "the last requires_grad_()."
+def _missing_buffer(names: Names, buffers: Any) -> ValueError:
+    missing = next(name for name in names.buffers if name not in buffers)
+    return ValueError(
+        f"buffers[{missing!r}] is missing; all {len(names.buffers)} buffers of the module "
+        "were expected, since it would write to its own in place of a missing one. They "
+        "are functional(module).buffers, or the new_buffers of an earlier call."
     )
+
+
+def _check_compiled(
+    places: Places, names: Names, whole: WholeBatch | None, params: Any, buffers: Any
+) -> None:
+    _check_call(places, names, params, buffers)
+    if whole is not None and whole.group is not None:
+        group_of(whole.group)  # raises: no graph reaches other ranks
+
+
+def _check_call(places: Places, names: Names, params: Any, buffers: Any) -> None:
+    """Check what ``apply`` is given, and that what is trained or frozen was so from the start."""
+    _check(params, names.params, places, "params")
+    _check(buffers, names.buffers, places, "buffers")
+    for name, x, required in zip(names.params, names.own, names.required, strict=True):
+        if x.requires_grad != required:
+            was, now = ("trained", "frozen") if required else ("frozen", "trained")
+            raise RuntimeError(
+                f"{name} was {was} when functional(module) was called, and is {now} now "
+                f"(requires_grad={not required}): expected the same. Call functional(module) "
+                "again, after the last requires_grad_()."
+            )
 
 
 def _fits(given: Any, shapes: dict[str, torch.Size]) -> bool:

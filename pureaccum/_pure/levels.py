@@ -67,27 +67,47 @@ def levels_of(
     """
     made = {Symbol("made", i): operation for i, operation in enumerate(operations)}
     steps = {value: _step(value, operation, seeded) for value, operation in made.items()}
-    level, read_in = dict[Symbol, int](), dict[Symbol, int]()  # and the last level that reads it
+    level = _numbered(made, steps)
+    last = max([0, *level.values()])
+    given = _given(made, steps, level, outputs, last)
+    levels: list[Level] = []
+    for here in range(last + 1):
+        gives = [v for v in given if given[v] == here]
+        pools = [v for v in made if level[v] == here + 1 and made[v].is_norm()]
+        if gives or pools:
+            at_hand = {v for v in given if given[v] < here}
+            levels.append(_level(steps, at_hand, gives, pools))
+    return levels
+
+
+def _numbered(
+    made: Mapping[Symbol, Operation], steps: Mapping[Symbol, Instruction]
+) -> dict[Symbol, int]:
+    """The level in which each value is made."""
+    level: dict[Symbol, int] = {}
     for value, operation in made.items():
         reads = steps[value].reads()
         base = max([CONSTANT, *(0 if x.kind == "input" else level.get(x, CONSTANT) for x in reads)])
-        level[value] = base + operation.is_norm() if not operation.draws else max(base, 0)
-        read_in |= {x: max(level[value], read_in.get(x, CONSTANT)) for x in reads}
-    last = max([0, *level.values()])
-    read_in |= dict.fromkeys(outputs, last)
+        level[value] = max(base, 0) if operation.draws else base + operation.is_norm()
+    return level
+
+
+def _given(
+    made: Mapping[Symbol, Operation],
+    steps: Mapping[Symbol, Instruction],
+    level: Mapping[Symbol, int],
+    outputs: Sequence[Symbol],
+    end: int,
+) -> dict[Symbol, int]:
+    """The values that a level gives, and that level: to later ones, or at the end to the output."""
+    read_in: dict[Symbol, int] = {}  # the last level that reads it
+    for value in made:
+        read_in |= {x: max(level[value], read_in.get(x, CONSTANT)) for x in steps[value].reads()}
+    read_in |= dict.fromkeys(outputs, end)
     later = [v for v in made if CONSTANT < level[v] < read_in.get(v, CONSTANT)]
     again = _repeated({v: x for v, x in made.items() if level[v] > CONSTANT}, later)
     handed_on = {v: level[v] for v in later if v not in again}
-    levels: list[Level] = []
-    for here in range(last + 1):
-        gives = [v for v in handed_on if level[v] == here]
-        if here == last:  # what the output is made of, but for what is at hand by then
-            gives = [v for v in made if v in outputs and v not in handed_on]
-        pools = [v for v in made if made[v].is_norm() and level[v] == here + 1]
-        if gives or pools:
-            at_hand = {v for v in handed_on if level[v] < here}
-            levels.append(_level(steps, at_hand, gives, pools))
-    return levels
+    return {v: handed_on.get(v, end) for v in made if v in handed_on or v in outputs}
 
 
 # One level --------------------------------------------------------------------------------
@@ -101,27 +121,40 @@ def _level(
 ) -> Level:
     """The level that gives some values, and what some BatchNorm layers are given."""
     ends = {*gives, *(steps[v].args[0] for v in pools)}
-    found, below = set[Symbol](), [*ends]  # what it computes or takes
-    while below:
-        value = below.pop()
-        if value not in found:
-            found.add(value)
-            below += steps[value].reads() if value in steps and value not in at_hand else ()
-    mine = sorted(v for v in found if v in steps and v not in at_hand)
-    takes = sorted(v for v in found if v.kind == "input" or v in at_hand)
-    program, left = list[Instruction](), ends
-    for step in reversed([steps[v] for v in mine]):
-        its = {step.gives, *step.reads()} - left
-        program.append(step._replace(last=[v for v in its if v.kind in ("input", "made")]))
-        left = left | its
+    needed = _needed(steps, at_hand, ends)
+    mine = sorted(v for v in needed if v in steps and v not in at_hand)
+    takes = sorted(v for v in needed if v.kind == "input" or v in at_hand)
     return Level(
-        steps=program[::-1],
+        steps=_forgetting([steps[v] for v in mine], ends),
         takes=takes or [Symbol("input", 0)],  # for how many rows there are
-        shared=sorted(v for v in found if v.kind in ("own", "captured")),
+        shared=sorted(v for v in needed if v.kind in ("own", "captured")),
         scaled=[v for v in mine if steps[v].func is normalise],
         gives=gives,
         pools=pools,
     )
+
+
+def _needed(
+    steps: Mapping[Symbol, Instruction], at_hand: set[Symbol], ends: set[Symbol]
+) -> set[Symbol]:
+    """The values that lead to some, which are computed from those that are at hand."""
+    needed, below = set[Symbol](), [*ends]
+    while below:
+        value = below.pop()
+        if value not in needed:
+            needed.add(value)
+            below += steps[value].reads() if value in steps and value not in at_hand else ()
+    return needed
+
+
+def _forgetting(steps: Sequence[Instruction], ends: set[Symbol]) -> list[Instruction]:
+    """The same program, which lets go of each value once nothing reads it any more."""
+    program, later = list[Instruction](), {*ends}
+    for step in reversed(steps):
+        its = {step.gives, *step.reads()} - later
+        program.append(step._replace(last=[v for v in its if v.kind in ("input", "made")]))
+        later |= its
+    return program[::-1]
 
 
 def _step(value: Symbol, operation: Operation, seeded: bool) -> Instruction:

@@ -106,10 +106,9 @@ class WholeBatch:
             sizes = [0]
         new = {name: tensors[name].clone() for name in buffers}
         out = self.out_of(tensors, new, (args, kwargs), sizes)
-        if self.keep == "host":  # where results were kept, and are not to be returned
-            devices = (x.device for x in tensors.values() if x.device.type != "cpu")
-            if (device := next(devices, None)) is not None:
-                out = tree_map(lambda x: x.to(device, non_blocking=True), out)
+        # Results were kept on the host, and are not to be returned there.
+        if self.keep == "host" and (device := _device_of(tensors)) is not None:
+            out = tree_map(lambda x: x.to(device, non_blocking=True), out)
         return out, new
 
     def out_of(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
@@ -126,7 +125,6 @@ class WholeBatch:
                 self.by_function = True
                 restore(before)
         own = {name: own_tensor(self.places, name) for name in self.places.slots} | tensors
-        devices = [x.device for x in own.values() if x.device.type != "cpu"]
         batch = ModuleCall(
             places=self.places,
             layers=self.layers,
@@ -134,7 +132,7 @@ class WholeBatch:
             given=given,
             arguments=partial(_arguments, leaves, spec),
             sizes=sizes or [0],
-            device=devices[0] if devices and self.keep == "host" else None,
+            device=_device_of(own) if self.keep == "host" else None,
         )
         trace = self.trace(batch)
         if not (norms := trace.norms()):
@@ -197,6 +195,11 @@ class CoupledError(BaseException):
     """A batch norm looks at what it is given; only ``WholeBatch`` may catch it."""
 
 
+def _device_of(tensors: Tensors) -> torch.device | None:
+    """The device of some tensors, if one of them is not the CPU's."""
+    return next((x.device for x in tensors.values() if x.device.type != "cpu"), None)
+
+
 def _arguments(leaves: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> Any:
     """The arguments of a call, with other tensors."""
     its = iter(given)
@@ -222,10 +225,7 @@ def _run(
     trace: Trace, batch: ModuleCall, in_parts: Any, group: Any, seeded: bool = False
 ) -> tuple[list[Tensor], dict[Symbol, BatchMoments], _Notes]:
     """Run all levels; returns the leaves of what the module returns, and the moments."""
-    outs = dict(zip(trace.outs, paths(trace.spec, "out"), strict=True))
-    for out, name in outs.items():
-        if not isinstance(out, Symbol) or out.kind in ("own", "captured"):
-            raise ValueError(_NO_ROWS.format(name, "any number of", _came(out)))
+    outs = _outs_of(trace)
     levels = levels_of(trace.operations, trace.outs, seeded)
     last_read = {value: k for k, level in enumerate(levels) for value in level.takes}
     notes, moments, scaling = _Notes(), dict[Symbol, BatchMoments](), dict[Symbol, Scaling]()
@@ -246,9 +246,23 @@ def _run(
         for value, share in zip(level.pools, shares, strict=True):
             (_, dtype, each), norm = notes.looks[value], trace.operations[value.at]
             moments[value] = moments_of(share, [each * size for size in batch.sizes], group)
-            weight, bias = [x and shared[x] for x in norm.affine() or (None, None)]
-            scaling[value] = scaling_of(moments[value], weight, bias, norm.kwargs["eps"], dtype)
+            scaling[value] = _scaling(norm, moments[value], shared, dtype)
     return [values[value] for value in trace.outs], moments, notes
+
+
+def _scaling(norm: Operation, moments: BatchMoments, shared: Any, dtype: torch.dtype) -> Scaling:
+    """What a BatchNorm does to rows, up to a weight and a bias that are computed there."""
+    weight, bias = [x and shared[x] for x in norm.affine() or (None, None)]
+    return scaling_of(moments, weight, bias, norm.kwargs["eps"], dtype)
+
+
+def _outs_of(trace: Trace) -> dict[Symbol, str]:
+    """What the leaves of what the module returns are called; all of them have to be rows."""
+    outs = dict(zip(trace.outs, paths(trace.spec, "out"), strict=True))
+    for out, name in outs.items():
+        if not isinstance(out, Symbol) or out.kind in ("own", "captured"):
+            raise ValueError(_NO_ROWS.format(name, "any number of", _came(out)))
+    return outs
 
 
 def _call_level(

@@ -38,12 +38,15 @@ from .symbols import Symbol
 from .trace import DRAWS, Operation, Recorder, RefusedError
 
 
+Tensors = Mapping[str, Tensor]
+
+
 class ModuleCall(NamedTuple):
     """What a module is called with."""
 
     places: Places  # of the module
     layers: dict[nn.Module, Any]  # for each layer with hooks, the function that calls it
-    own: Mapping[str, Tensor]  # what it holds, by name
+    own: Tensors  # what it holds, by name
     given: Sequence[Tensor]  # the tensors that it is called with
     arguments: Callable[[Sequence[Tensor]], Any]  # makes its arguments of these
     sizes: Sequence[int]  # the rows of each microbatch
@@ -87,24 +90,16 @@ def plain_tensor(x: Tensor) -> Tensor:
 
 def recorded(batch: ModuleCall, answer: Any = nearly_of_itself) -> tuple[Trace, list[Any]]:
     """What a module computes for a microbatch by itself, and the leaves of what it returns."""
-    places, paths = batch.places, dict(zip(batch.places.modules, batch.places.paths, strict=True))
+    places = batch.places
     before, drawn = generators({x.device for x in batch.given}), list[bool]()
     buffers = {x: batch.own[x].clone() for x in batch.own if places.slots[x][0][1] == BUFFERS}
     own, rows = {**batch.own, **buffers}, [x.clone() for x in batch.given]
-    inputs = {Symbol("input", i): x for i, x in enumerate(rows)}
-    recorder = Recorder(
-        paths=paths,
-        own={id(own_tensor(places, name)) for name in places.slots},
-        rows=batch.sizes[0],
-        given={Symbol("own", name): x for name, x in own.items()} | inputs,
-        answer=answer,
-    )
-    args, kwargs = batch.arguments(rows)
+    recorder = _recorder(batch, own, rows, answer)
     held, leaves, outs, spec = dict[str, Any](), list[Any](), list[Any](), None
     try:
         counts = [x for name, x in buffers.items() if name.endswith("num_batches_tracked")]
         with _watched(recorder, [*rows, *counts], drawn), recorder:
-            out, held = _call(recorder, batch, own, args, kwargs)
+            out, held = _call(recorder, batch, own, *batch.arguments(rows))
         leaves, spec = open_tree(out, "out")
         outs = recorder.symbols(leaves)
     except (RefusedError, Exception):
@@ -119,15 +114,34 @@ def recorded(batch: ModuleCall, answer: Any = nearly_of_itself) -> tuple[Trace, 
         return recorded(batch, answer)
     if recorder.refusal:
         raise ValueError(recorder.refusal)
+    _check_not_replaced(buffers, held)
+    for layer in filter(couples, places.modules):
+        _check_cut(recorder, recorder.place(layer))
+    return Trace(recorder.operations, recorder.captured, outs, spec), leaves
+
+
+def _recorder(batch: ModuleCall, own: Tensors, rows: Sequence[Tensor], answer: Any) -> Recorder:
+    places, inputs = batch.places, {Symbol("input", i): x for i, x in enumerate(rows)}
+    return Recorder(
+        paths=dict(zip(places.modules, places.paths, strict=True)),
+        own={id(own_tensor(places, name)) for name in places.slots},
+        rows=batch.sizes[0],
+        given={Symbol("own", name): x for name, x in own.items()} | inputs,
+        answer=answer,
+    )
+
+
+def _check_cut(recorder: Recorder, place: str) -> None:
+    """Check that a BatchNorm that computes anything calls the function at which there is a cut."""
+    its = [x.func for x in recorder.operations if x.place == place]
+    if its and F.batch_norm not in its:
+        raise ValueError(_NO_NORM.format(place))
+
+
+def _check_not_replaced(buffers: Tensors, held: Mapping[str, Any]) -> None:
     for name, x in buffers.items():
         if held[name] is not x:
             raise RuntimeError(_WRITTEN_TO.format(name))
-    for layer in filter(couples, places.modules):
-        place = recorder.place(layer)
-        its = [x.func for x in recorder.operations if x.place == place]
-        if its and F.batch_norm not in its:
-            raise ValueError(_NO_NORM.format(place))
-    return Trace(recorder.operations, recorder.captured, outs, spec), leaves
 
 
 def _call(recorder: Recorder, batch: ModuleCall, own: Any, args: Any, kwargs: Any) -> Any:
@@ -225,13 +239,17 @@ def _nothing_assigned(
         yield
     finally:
         for (module, name, table), was in zip(tables, were, strict=True):
-            now, then = _by_key(table), _by_key(was)
-            others = [k for k in {**then, **now} if now.get(k, was) is not then.get(k, table)]
-            if others := [k for k in others if name or not is_cache(k)]:
+            others = [k for k in _changed_keys(table, was) if name or not is_cache(k)]
+            if others:
                 table.clear()
                 (table.extend if isinstance(table, list) else table.update)(was)
                 where = recorder.place(module), name or others[0]
                 recorder.refusal = recorder.refusal or _ASSIGNED.format(*where)
+
+
+def _changed_keys(table: Any, was: Any) -> list[Any]:
+    now, then = _by_key(table), _by_key(was)
+    return [k for k in {**then, **now} if now.get(k, was) is not then.get(k, table)]
 
 
 def _by_key(x: Any) -> dict[Any, Any]:
@@ -244,13 +262,14 @@ def _by_key(x: Any) -> dict[Any, Any]:
 # A layer that is one operation, and a module that is called as it is ----------------------------
 
 
-def call_pure(places: Places, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+def call_pure(places: Places, tensors: Tensors, args: Any, kwargs: Any) -> Any:
     """Call a module, and check that it writes to none of its buffers."""
     buffers = {x: tensors[x].clone() for x in tensors if places.slots[x][0][1] == BUFFERS}
     before = {name: version(x) for name, x in buffers.items()}
     out, held = call_module(places, {**tensors, **buffers}, buffers, tuple(args), kwargs)
+    _check_not_replaced(buffers, held)
     for name, x in buffers.items():
-        if held[name] is not x or version(x) != before[name]:
+        if version(x) != before[name]:
             raise RuntimeError(_WRITTEN_TO.format(name))
     return out
 

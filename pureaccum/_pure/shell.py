@@ -53,6 +53,8 @@ from .._core.closures import held_in, telling
 
 
 Vars = dict[str, Any]
+Tensors = Mapping[str, Tensor]
+Called = tuple[Any, Mapping[str, Any]]  # what a module returned, and tensors that it holds then
 Slot = tuple[int, str, str]  # the number of a module, its table, and a key in that
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
@@ -167,12 +169,8 @@ def changed(contents: TableContents) -> bool:
 
 
 def call_module(
-    places: Places,
-    tensors: Mapping[str, Tensor],
-    wanted: Iterable[str],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> tuple[Any, Mapping[str, Any]]:
+    places: Places, tensors: Tensors, wanted: Iterable[str], args: tuple[Any, ...], kwargs: Any
+) -> Called:
     """Call a module with some tensors, by name, in place of its own.
 
     Returns what the module returned, and the tensors whose names are ``wanted``, of which it may
@@ -189,30 +187,44 @@ def call_module(
         if training in places.safe_modes:
             return _call_shell(places, shell, tensors, wanted, args, kwargs)
         if here.observed is not None:
-            own = {id(own_tensor(places, name)) for name in tensors} - {*map(id, tensors.values())}
-            found: set[int] = set()
-            with seeing(before=lambda *x: found.update(own.intersection(map(id, tree_leaves(x))))):
-                result = _call_shell(places, shell, tensors, wanted, args, kwargs)
-            places.leads_back.add("name") if found else places.safe_modes.add(training)
-            return result
+            return _call_and_look(places, shell, tensors, wanted, args, kwargs)
         shells.append(shell)
         if not dispatched():
-            copies = {**tensors, **{name: tensors[name].clone() for name in wanted}}
-            call = partial(call_module, places, copies, wanted, args, kwargs)
-            _, end = observed(call, {x.device for x in tensors.values()})
-            if end == "failed":  # so does this, but for what fails only where it is observed
-                shell = take_shell(places, None) or shell
-                _call_shell(places, shell, copies, wanted, args, kwargs)
-                places.leads_back.add("name")
-            if end == "at ranks":  # DTensors do not mix with a module's own tensors unnoticed
-                places.safe_modes.add(training)
+            _look(places, shell, tensors, wanted, args, kwargs)
             return call_module(places, tensors, wanted, args, kwargs)
     with ALONE, _nothing_run_again(places, tensors, args, kwargs):
         return call_itself(places, tensors, args, kwargs)
 
 
+def _look(
+    places: Places, shell: "Shell", tensors: Tensors, wanted: Iterable[str], args: Any, kwargs: Any
+) -> None:
+    """Find out by an observed call whether a shell uses a tensor of the module's own."""
+    copies = {**tensors, **{name: tensors[name].clone() for name in wanted}}
+    call = partial(call_module, places, copies, wanted, args, kwargs)
+    _, end = observed(call, {x.device for x in tensors.values()})
+    if end == "failed":  # so does this, but for what fails only where it is observed
+        shell = take_shell(places, None) or shell
+        _call_shell(places, shell, copies, wanted, args, kwargs)
+        places.leads_back.add("name")
+    if end == "at ranks":  # DTensors do not mix with a module's own tensors unnoticed
+        places.safe_modes.add(places.modules[0].training)
+
+
+def _call_and_look(
+    places: Places, shell: "Shell", tensors: Tensors, wanted: Iterable[str], args: Any, kwargs: Any
+) -> Called:
+    """Call a shell, and note whether an operation was given a tensor of the module's own."""
+    training, found = places.modules[0].training, set[int]()
+    own = {id(own_tensor(places, name)) for name in tensors} - {*map(id, tensors.values())}
+    with seeing(before=lambda *x: found.update(own.intersection(map(id, tree_leaves(x))))):
+        result = _call_shell(places, shell, tensors, wanted, args, kwargs)
+    places.leads_back.add("name") if found else places.safe_modes.add(training)
+    return result
+
+
 def _nothing_run_again(
-    places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    places: Places, tensors: Tensors, args: Any, kwargs: Any
 ) -> AbstractContextManager[Any]:
     """Refuse what the backward pass would run again, when the module has its own tensors back."""
     # Saved-tensor hooks show it. A compiler too has them, and takes a checkpoint into its graph.
@@ -242,9 +254,8 @@ def _nothing_run_again(
     return Asking(look)  # slower; torch refuses none without those that are around
 
 
-def call_itself(
-    places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, Mapping[str, Any]]:
+def call_itself(places: Places, tensors: Tensors, args: Any, kwargs: Any) -> Called:
+    """Call a module with other tensors put into it for the length of the call."""
     # One dict: a buffer that the module assigns anew is written back to it and no other.
     held: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -256,13 +267,8 @@ def call_itself(
 
 
 def _call_shell(
-    places: Places,
-    shell: "Shell",
-    tensors: Mapping[str, Tensor],
-    wanted: Iterable[str],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> tuple[Any, Mapping[str, Any]]:
+    places: Places, shell: "Shell", tensors: Tensors, wanted: Iterable[str], args: Any, kwargs: Any
+) -> Called:
     slots = shell.slots
     for name, tensor in tensors.items():
         for table, key in slots[name]:

@@ -86,10 +86,10 @@ class Amount(int):
     """
 
     symbol: Any
-    refuse: Callable[[], None]
+    refuse: Callable[[], Any]
 
 
-def amount(n: int, symbol: Any, refuse: Callable[[], None]) -> Amount:
+def amount(n: int, symbol: Any, refuse: Callable[[], Any]) -> Amount:
     """A number of rows with a symbol."""
     made = Amount(n)
     made.symbol, made.refuse = symbol, refuse

@@ -12,7 +12,7 @@ that forward enters, numbers that it reads in tensors, writes to what is not its
 import inspect
 import linecache
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from operator import getitem, mul
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -151,10 +151,7 @@ class Recorder(TorchFunctionMode):
         func, kwargs = getattr(func, "__wrapped__", func) if _is_users(func) else func, kwargs or {}
         name = getattr(func, "__name__", "")
         name = func.__self__.__name__ if name == "__get__" else name  # an attribute of a tensor
-        if not _NUMBERS.isdisjoint((name.strip("_"), name.strip("_")[1:])):
-            numbers = tree_leaves(args) if "tensor" in name else (*args, *kwargs.values())
-            if any(isinstance(x, Amount) for x in numbers):
-                self.refuse(_ROWS)
+        self.check_numbers(name, args, kwargs)
         self.begin(norm=func is F.batch_norm and in_training(func, args, kwargs))
         symbols = tuple([symbol_of(x, self.symbol) for x in args])
         named = {key: symbol_of(x, self.symbol) for key, x in kwargs.items()}
@@ -165,24 +162,15 @@ class Recorder(TorchFunctionMode):
             return self.normalised(batch_norm_call(symbols, named), batch_norm_call(args, kwargs))
         if self.norm and batch_norm_call(args, kwargs)["running_mean"] is not None:
             self.refuse(_NO_BATCH)
-        if f" {name} " in _FACTS or (name.startswith("is_") and f" {name} " not in _PRIVATE):
-            out = func(*args, **kwargs)
-            if not isinstance(out, Tensor):
-                return self.fact(name, args, kwargs, out)
+        if _asks_for_a_fact(name) and not isinstance(out := func(*args, **kwargs), Tensor):
+            return self.fact(name, args, kwargs, out)
         return self.computed(Operation(func=func, args=symbols, kwargs=named), name, args, kwargs)
 
     def computed(self, operation: Operation, name: str, args: Any, kwargs: Any) -> Any:
-        """Compute an operation, and note it and what it gives."""
-        func, tensors, looking = operation.func, [*self.tensors.values()], nullcontext()
+        tensors = [*self.tensors.values()]
         before, self.running, self.drew = versions(tensors), operation, False
-        if tensors and modes() != self.modes:
-            self.refuse(_MODES)
-        if self.of_batch and "batch_norm" in name and in_training(func, args, kwargs):
-            self.refuse(_NO_CUT.format(name))
-        if _is_users(func):
-            looking = WithoutBatchNorm(lambda norm: self.refuse(_NO_CUT.format(norm.__name__)))
-        with looking:
-            out = func(*args, **kwargs)
+        with self.looking(operation.func, name, args, kwargs):
+            out = operation.func(*args, **kwargs)
         leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
         found = [x for x in leaves if isinstance(x, Tensor)]
         if not (tensors or found):
@@ -190,12 +178,7 @@ class Recorder(TorchFunctionMode):
         written = [x for x, v in zip(tensors, before, strict=True) if versions([x]) != [v]]
         if name == "detach_":  # which counts no write
             written.append(out)
-        if self.drew and not self.of_batch:
-            self.refuse(DRAWS)
-        if f" {name} " in _PRIVATE:
-            self.refuse(_HIDDEN.format(name))
-        if self.varies and not (found or written or out is None):
-            self.refuse(_READS.format(operation.name()))
+        self.check_result(name, not (found or written or out is None))
         growth = sum(x.numel() for x in found) / max([1, *(x.numel() for x in tensors)])
         operation = operation._replace(draws=self.drew, place=self.place(), growth=growth)
         if written:
@@ -203,6 +186,31 @@ class Recorder(TorchFunctionMode):
         else:
             self.gives(out, self.added(operation))
         return out
+
+    def check_numbers(self, name: str, args: Any, kwargs: Any) -> None:
+        if not _NUMBERS.isdisjoint((name.strip("_"), name.strip("_")[1:])):
+            numbers = tree_leaves(args) if "tensor" in name else (*args, *kwargs.values())
+            if any(isinstance(x, Amount) for x in numbers):
+                self.refuse(_ROWS)
+
+    def looking(self, func: Any, name: str, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+        """Refuse an operation that would not be recorded, or look for one inside of it."""
+        if self.tensors and modes() != self.modes:
+            self.refuse(_MODES)
+        if self.of_batch and "batch_norm" in name and in_training(func, args, kwargs):
+            self.refuse(_NO_CUT.format(name))
+        if not _is_users(func):
+            return nullcontext()
+        return WithoutBatchNorm(lambda norm: self.refuse(_NO_CUT.format(norm.__name__)))
+
+    def check_result(self, name: str, is_number: bool) -> None:
+        """Refuse what an operation gave: random numbers, hidden facts, numbers in tensors."""
+        if self.drew and not self.of_batch:
+            self.refuse(DRAWS)
+        if f" {name} " in _PRIVATE:
+            self.refuse(_HIDDEN.format(name))
+        if self.varies and is_number:
+            self.refuse(_READS.format(self.running.name()))
 
     def added(self, operation: Operation) -> Symbol:
         """Note an operation; its value."""
@@ -285,13 +293,8 @@ class Recorder(TorchFunctionMode):
 
     def amount(self, n: int) -> Any:
         """A number of rows."""
-        times = n // self.rows
-
-        def refuse() -> None:
-            if self.active:
-                self.refuse(_ROWS)
-
-        return amount(n, ROWS if times == 1 else Formed(mul, (ROWS, times)), refuse)
+        symbol = ROWS if n // self.rows == 1 else Formed(mul, (ROWS, n // self.rows))
+        return amount(n, symbol, lambda: self.active and self.refuse(_ROWS))
 
     # Where it is --------------------------------------------------------------------------------
 
@@ -335,6 +338,10 @@ def modes() -> tuple[Any, ...]:
 def _is_users(func: Any) -> bool:
     """Whether a function of Python is none of torch's, but one that is not looked into."""
     return isinstance(func, FunctionType) and not func.__module__.startswith("torch.")
+
+
+def _asks_for_a_fact(name: str) -> bool:
+    return f" {name} " in _FACTS or (name.startswith("is_") and f" {name} " not in _PRIVATE)
 
 
 _NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])

@@ -10,10 +10,8 @@ import resource
 import sys
 import time
 import zlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,22 +25,22 @@ END = ', "crc32": {"dtype": "U8", "shape": [8], "data_offsets": [16, 24]}}'
 MANY = 28 * 10**6  # bytes
 
 
-def filled(pattern: str, size: int = MANY) -> str:
+def filled(pattern, size=MANY):
     return pattern * (size // len(pattern))
 
 
-def sealed(text: str) -> bytes:
+def sealed(text):
     """A header that says what it likes, and ends as all do, with a checksum that fits."""
     text = text.removesuffix("}") + END
     header = len(text).to_bytes(8, "little") + text.encode()
     return header + bytes(16) + zlib.crc32(bytes(16)).to_bytes(4, "little") + sum_of(header)
 
 
-def sum_of(header: bytes) -> bytes:
+def sum_of(header):
     return zlib.crc32(header).to_bytes(4, "little")
 
 
-HEADERS: dict[str, Callable[[], str]] = {
+HEADERS = {
     "multiplied text": lambda: BEGIN + '}, "tree": {"shape": ["a", 500000000]}}',
     "multiplied list": lambda: BEGIN + '}, "tree": {"shape": [[0], 100000000]}}',
     "many dims": lambda: BEGIN + "}" + W.replace("4", filled("9, ", 900_000) + "9") + "}",
@@ -77,10 +75,10 @@ HEADERS: dict[str, Callable[[], str]] = {
 }
 
 
-def sparse(size: int, length: int) -> Callable[[Path], None]:
+def sparse(size, length):
     """A file that is long and takes no room, whose header says that it is long."""
 
-    def write(path: Path) -> None:
+    def write(path):
         with open(path, "wb") as file:
             file.write(length.to_bytes(8, "little"))
             file.truncate(size)
@@ -88,13 +86,13 @@ def sparse(size: int, length: int) -> Callable[[Path], None]:
     return write
 
 
-def shards(path: Path) -> None:
+def shards(path):
     path.mkdir()
     (path / "shard-000001-of-999999.safetensors").write_bytes(b"")
     (path / "shard-00001-of-99999.safetensors").write_bytes(b"")
 
 
-FILES: dict[str, Callable[[Path], object]] = {
+FILES = {
     **{
         name: lambda path, header=header: path.write_bytes(sealed(header()))
         for name, header in HEADERS.items()
@@ -107,7 +105,7 @@ FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def in_a_fork(do: Callable[[], object]) -> Any:
+def in_a_fork(do):
     """What it returns, as JSON: memory that it takes, and gives back, is not that of others."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -123,11 +121,11 @@ def in_a_fork(do: Callable[[], object]) -> Any:
     return json.loads(told)
 
 
-def peak() -> int:
+def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def loaded(path: Path) -> tuple[str, int, float]:
+def loaded(path):
     """How it ends, the bytes that it took, and the seconds."""
     before, start = peak(), time.perf_counter()
     try:
@@ -138,7 +136,7 @@ def loaded(path: Path) -> tuple[str, int, float]:
     return end, peak() - before, time.perf_counter() - start
 
 
-def main(folder: str) -> None:
+def main(folder):
     path = Path(folder) / "run"
     pa.save(path, LIKE)
     pa.load(path, LIKE)  # what a first call imports is no cost of a file

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,12 +27,12 @@ STEPS, PARTS = 5, 3
 LONGEST = 0.04  # seconds between a start and a kill: some saves
 
 
-def start() -> dict[str, Any]:
+def start():
     state = first_state(STEP)
     return {"state": state, "window": STEP.begin(state), "done": 0, "part": 0}
 
 
-def go_on(tree: dict[str, Any]) -> dict[str, Any]:
+def go_on(tree):
     """One microbatch; after the last of a window, the step."""
     state, done, part = tree["state"], tree["done"], tree["part"] + 1
     window = STEP.update(state, tree["window"], batch_of(2 + part, 3 * done + part))
@@ -43,14 +42,14 @@ def go_on(tree: dict[str, Any]) -> dict[str, Any]:
     return {"state": state, "window": window, "done": done, "part": part}
 
 
-def train(path: Path) -> None:
+def train(path):
     tree = pa.load(path, like=start()) if path.exists() else start()
     while tree["done"] < STEPS:
         tree = go_on(tree)
         pa.save(path, tree)
 
 
-def was_interrupted(error: BaseException | None) -> bool:
+def was_interrupted(error):
     """Whether an error is Ctrl-C, or was caused by it.
 
     Ctrl-C while torch pushes or pops a function mode leaves torch's stack of modes one mode short,
@@ -61,7 +60,7 @@ def was_interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
-def fork(path: Path) -> int:
+def fork(path):
     child = os.fork()
     if child == 0:
         try:
@@ -75,22 +74,22 @@ def fork(path: Path) -> int:
     return child
 
 
-def is_killed(status: int) -> bool:
+def is_killed(status):
     """Whether a process ended by one of the signals that it was sent."""
     return os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 128 + signal.SIGINT
 
 
-def half_written(path: Path) -> set[str]:
+def half_written(path):
     return {name for name in os.listdir(path.parent) if name.endswith(".tmp")}
 
 
-def kill_at_random(child: int, path: Path) -> int:
+def kill_at_random(child, path):
     time.sleep(random.uniform(0, LONGEST))
     os.kill(child, random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
     return os.waitpid(child, 0)[1]
 
 
-def kill_in_a_save(child: int, path: Path) -> int:
+def kill_in_a_save(child, path):
     left = half_written(path)  # by one that was killed before
     while True:
         time.sleep(random.uniform(0, LONGEST / 10))
@@ -104,7 +103,7 @@ def kill_in_a_save(child: int, path: Path) -> int:
         os.kill(child, signal.SIGCONT)
 
 
-def main(folder: str, kills: int) -> None:
+def main(folder, kills):
     path = Path(folder) / "run"
     want = start()
     while want["done"] < STEPS:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +31,11 @@ NUMBERS = 2**18
 LONGEST = 0.25  # seconds between the first save and a signal
 
 
-def tree_of(number: int) -> dict[str, Any]:
+def tree_of(number):
     return {"w": torch.arange(NUMBERS) * number, "number": number}
 
 
-def save_again_and_again(folder: Path, kill: int, store: str, rank: int, world: int) -> None:
+def save_again_and_again(folder, kill, store, rank, world):
     wait = timedelta(seconds=20)
     file = dist.FileStore(store, world)
     dist.init_process_group("gloo", store=file, rank=rank, world_size=world, timeout=wait)
@@ -47,7 +46,7 @@ def save_again_and_again(folder: Path, kill: int, store: str, rank: int, world: 
         pa.save(folder / f"{kill}-{number}", tree)
 
 
-def forked(folder: Path, kill: int, world: int) -> list[int]:
+def forked(folder, kill, world):
     store = tempfile.mktemp()
     children = []
     for rank in range(world):
@@ -62,11 +61,11 @@ def forked(folder: Path, kill: int, world: int) -> list[int]:
     return children
 
 
-def leftovers(folder: Path) -> list[str]:
+def leftovers(folder):
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
-def main(folder: Path, kills: int) -> None:
+def main(folder, kills):
     signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
     left = whole = 0
     for kill in range(kills):

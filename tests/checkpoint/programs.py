@@ -5,13 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 
 ROOT = Path(__file__).parents[2]
 
 
-def told_by(program: str, *arguments: object) -> Any:
+def told_by(program, *arguments):
     """What it prints, read as JSON."""
     command = [sys.executable, "-m", f"tests.checkpoint.{program}", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

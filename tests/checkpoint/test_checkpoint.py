@@ -6,10 +6,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import optree
 import pytest
@@ -39,7 +36,7 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 TWOS = torch.full((2,), 2.0)
 
 
-def bits(x: Any) -> Any:
+def bits(x):
     """What equality does not tell apart: zeros, True and 1, the NaNs in tensors."""
     if isinstance(x, Tensor):
         x = x.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
@@ -47,11 +44,11 @@ def bits(x: Any) -> Any:
     return type(x), repr(x)
 
 
-def flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+def flat(tree):
     return optree.tree_flatten(tree, namespace="pureaccum")
 
 
-def assert_same(got: Any, want: Any) -> None:
+def assert_same(got, want):
     """The same classes all the way down, the same bits, the order in memory that a clone has."""
     (xs, spec), (ys, wanted) = flat(got), flat(want)
     assert spec == wanted
@@ -64,12 +61,12 @@ def assert_same(got: Any, want: Any) -> None:
             assert not x.requires_grad
 
 
-def places(tree: Any) -> list[int]:
+def places(tree):
     tensors = [x for x in flat(tree)[0] if isinstance(x, Tensor) and x.numel()]
     return [x.untyped_storage().data_ptr() for x in tensors]
 
 
-def again(path: str | Path, tree: Any, like: Any) -> Any:
+def again(path, tree, like):
     with unchanged(tree, like):
         pa.save(path, tree)
         loaded = pa.load(path, like=like)
@@ -81,7 +78,7 @@ def again(path: str | Path, tree: Any, like: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
-def test_every_state_is_loaded_as_it_was_saved(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_every_state_is_loaded_as_it_was_saved(make, tmp_path):
     state = make()
     again(tmp_path / "run", state, optree.tree_map(torch.zeros_like, state, namespace="pureaccum"))
     # and every other reader of the format reads the same
@@ -99,7 +96,7 @@ def test_every_state_is_loaded_as_it_was_saved(make: Callable[[], Any], tmp_path
 
 
 @st.composite
-def tensors(draw: Any) -> Tensor:
+def tensors(draw):
     """Any bits, of any dtype, in any order, with holes, or the same memory many times."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 3), max_size=4))
@@ -130,7 +127,7 @@ any_tree = st.recursive(
 )
 
 
-def blank(x: Any) -> Any:
+def blank(x):
     """Something of the same kind, with other numbers and another order in memory."""
     return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else type(x)()
 
@@ -139,21 +136,19 @@ def blank(x: Any) -> Any:
 @example({})
 @example(torch.tensor([math.nan, -math.nan, -0.0]))
 @example(())
-def test_any_tree_is_loaded_as_it_was_saved(tree: Any) -> None:
+def test_any_tree_is_loaded_as_it_was_saved(tree):
     with TemporaryDirectory() as folder:
         xs, spec = flat(tree)
         again(f"{folder}/run", tree, optree.tree_unflatten(spec, [blank(x) for x in xs]))
 
 
 @pytest.mark.parametrize("x", [0.1, -0.0, math.inf, -math.inf, 5e-324, True, 1, -(10**4000), "é\0"])
-def test_scalars_are_exact(x: Any, tmp_path: Path) -> None:
+def test_scalars_are_exact(x, tmp_path):
     again(tmp_path / "run", [x], [type(x)()])
 
 
 @pytest.mark.parametrize("dtype", [torch.int4, torch.uint1, torch.bits16])
-def test_dtypes_that_torch_can_only_hold_are_loaded_as_saved(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_dtypes_that_torch_can_only_hold_are_loaded_as_saved(dtype, tmp_path):
     x = torch.arange(8, dtype=torch.uint8)
     pa.save(tmp_path / "run", x.view(dtype))
     loaded = pa.load(tmp_path / "run", torch.zeros_like(x).view(dtype))
@@ -176,13 +171,11 @@ READ_AS_THEY_ARE = re.compile(
 )
 @example(shape=[2, 3], seed=0, order=[0, 1, 2], layout="whole")
 @pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
-def test_the_library_s_own_reader_reads_every_dtype(
-    shape: list[int], seed: int, order: list[int], layout: str
-) -> None:
+def test_the_library_s_own_reader_reads_every_dtype(shape, seed, order, layout):
     """A file with a leaf of each: as itself where safetensors has it, else by its bytes."""
     tree, expected = {}, {}
 
-    def laid_out(x: Tensor) -> Tensor:
+    def laid_out(x):
         x = x.permute([i for i in order if i < len(shape)] + [*range(len(shape), x.dim())])
         if not shape or layout == "whole":
             return x
@@ -213,14 +206,14 @@ def test_the_library_s_own_reader_reads_every_dtype(
         assert came.flatten().view(torch.uint8).tolist() == raw.flatten().tolist()
 
 
-def test_what_shares_memory_is_loaded_apart(tmp_path: Path) -> None:
+def test_what_shares_memory_is_loaded_apart(tmp_path):
     w = torch.arange(6.0)
     tree = {"a": w, "b": w, "rows": w.view(2, 3), "tail": w[2:], "window": w.unfold(0, 3, 1)}
     again(tmp_path / "run", tree, {k: torch.zeros_like(x) for k, x in tree.items()})
     again(tmp_path / "run", tree, tree)  # where like itself shares, too
 
 
-def test_the_order_in_memory_is_kept_as_like_does_not_have_it(tmp_path: Path) -> None:
+def test_the_order_in_memory_is_kept_as_like_does_not_have_it(tmp_path):
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     thin = torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last)
     like = [torch.zeros(2, 3, 4, 5), torch.zeros(2, 1, 4, 5)]
@@ -228,7 +221,7 @@ def test_the_order_in_memory_is_kept_as_like_does_not_have_it(tmp_path: Path) ->
         assert loaded.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_conjugates_that_torch_has_not_computed_yet_are_saved(tmp_path: Path) -> None:
+def test_conjugates_that_torch_has_not_computed_yet_are_saved(tmp_path):
     """Conjugates and negatives are only bits of a tensor, until somebody asks."""
     z = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
     tree = [z.conj(), z[0, 0].conj().imag, z.mT.conj(), z.conj()[:, ::2]]
@@ -236,26 +229,26 @@ def test_conjugates_that_torch_has_not_computed_yet_are_saved(tmp_path: Path) ->
     again(tmp_path / "run", tree, [torch.zeros_like(x) for x in tree])
 
 
-def test_parameters_are_loaded_as_plain_tensors(tmp_path: Path) -> None:
+def test_parameters_are_loaded_as_plain_tensors(tmp_path):
     module = nn.Linear(2, 3)
     again(tmp_path / "run", dict(module.named_parameters()), dict(module.named_parameters()))
 
 
-def test_a_dict_is_found_by_its_keys_whatever_their_order(tmp_path: Path) -> None:
+def test_a_dict_is_found_by_its_keys_whatever_their_order(tmp_path):
     pa.save(tmp_path / "run", {"a": torch.zeros(2), "b": torch.ones(2)})
     loaded = pa.load(tmp_path / "run", like={"b": torch.zeros(2), "a": torch.zeros(2)})
     assert list(loaded) == ["b", "a"]
     assert torch.equal(loaded["b"], torch.ones(2))
 
 
-def test_where_tensors_are_made_by_default_does_not_matter(tmp_path: Path) -> None:
+def test_where_tensors_are_made_by_default_does_not_matter(tmp_path):
     with torch.device("meta"):
         pa.save(tmp_path / "run", torch.ones(2, device="cpu")[::2].expand(2))
         loaded = pa.load(tmp_path / "run", torch.zeros(2, device="cpu"))
     assert torch.equal(loaded, torch.ones(2))
 
 
-def test_every_number_is_aligned(tmp_path: Path) -> None:
+def test_every_number_is_aligned(tmp_path):
     """Readers that map a file into memory need that."""
     tree = [torch.zeros(3, dtype=x) for x in (torch.bool, torch.float64, torch.half, torch.cfloat)]
     pa.save(tmp_path / "run", tree)
@@ -269,11 +262,11 @@ def test_every_number_is_aligned(tmp_path: Path) -> None:
 # The file -----------------------------------------------------------------------------------
 
 
-def mode(path: Path) -> int:
+def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_permissions_are_those_of_open(tmp_path: Path) -> None:
+def test_permissions_are_those_of_open(tmp_path):
     pa.save(tmp_path / "run", TWOS)
     (tmp_path / "plain").write_text("")
     assert mode(tmp_path / "run") == mode(tmp_path / "plain")
@@ -282,7 +275,7 @@ def test_permissions_are_those_of_open(tmp_path: Path) -> None:
     assert mode(tmp_path / "run") == 0o640
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+def test_a_link_is_followed(tmp_path):
     (tmp_path / "run").touch()
     (tmp_path / "latest").symlink_to("run")
     pa.save(tmp_path / "latest", TWOS)
@@ -294,8 +287,8 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numbers", [0, 2, STEP])
 @pytest.mark.parametrize("there", ["nothing", "another", "a link"])
 def test_what_has_the_name_is_on_the_disk_and_then_the_name_is(
-    there: str, numbers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    there, numbers, tmp_path, monkeypatch
+):
     """Every byte is asked to the disk before the file is renamed; after that, its folder is."""
     folder = tmp_path / "runs"
     folder.mkdir()
@@ -304,15 +297,15 @@ def test_what_has_the_name_is_on_the_disk_and_then_the_name_is(
         pa.save(folder / "run", TWOS)
     if there == "a link":
         path.symlink_to("runs/run")
-    events: list[tuple[Any, ...]] = []
+    events = []
     fsync, replace = os.fsync, os.replace
 
-    def watched_fsync(descriptor: int) -> None:
+    def watched_fsync(descriptor):
         fsync(descriptor)
         now = os.fstat(descriptor)
         events.append(("fsync", now.st_ino, now.st_size if stat.S_ISREG(now.st_mode) else "folder"))
 
-    def watched_replace(source: str, target: str) -> None:
+    def watched_replace(source, target):
         events.append(("replace", os.stat(source).st_ino, os.path.relpath(target, tmp_path)))
         replace(source, target)
 
@@ -327,16 +320,14 @@ def test_what_has_the_name_is_on_the_disk_and_then_the_name_is(
     ]
 
 
-def test_a_name_alone_is_a_file_in_the_folder_where_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_alone_is_a_file_in_the_folder_where_one_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pa.save("run", TWOS)
     assert torch.equal(pa.load("run", TWOS), TWOS)
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path):
     fcntl = pytest.importorskip("fcntl", reason="no such locks on Windows")
     names = ("pureaccum-00000000", "pureaccum-ffffffff", "pureaccum-notes", "other-00000000")
     dead, living, notes, others = (tmp_path / f".{name}.tmp" for name in names)
@@ -351,7 +342,7 @@ def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_pat
     }
 
 
-def test_a_folder_that_dead_ranks_left_goes_too(tmp_path: Path) -> None:
+def test_a_folder_that_dead_ranks_left_goes_too(tmp_path):
     fcntl = pytest.importorskip("fcntl", reason="no such locks on Windows")
     dead, living = (tmp_path / f".pureaccum-{name}.tmp" for name in ("00000000", "ffffffff"))
     for path in (dead, living):
@@ -364,13 +355,13 @@ def test_a_folder_that_dead_ranks_left_goes_too(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run", living.name}
 
 
-def test_writers_to_one_path_do_not_mix(tmp_path: Path) -> None:
+def test_writers_to_one_path_do_not_mix(tmp_path):
     """Each reader sees the file of one writer, whole."""
     like = torch.zeros(40_000)
     pa.save(tmp_path / "run", like)
     ended = threading.Event()
 
-    def write(number: float) -> None:
+    def write(number):
         while not ended.is_set():
             pa.save(tmp_path / "run", torch.full_like(like, number))
 
@@ -387,7 +378,7 @@ def test_writers_to_one_path_do_not_mix(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_large_tensors_go_in_pieces(tmp_path: Path) -> None:
+def test_large_tensors_go_in_pieces(tmp_path):
     numbers = STEP // 4
     tree = [torch.randn(n) for n in (numbers - 1, numbers, numbers + 1, 20 * numbers)]
     pa.save(tmp_path / "run", tree)
@@ -396,7 +387,7 @@ def test_large_tensors_go_in_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-def test_a_state_on_cuda_goes_to_the_device_of_like(tmp_path: Path) -> None:
+def test_a_state_on_cuda_goes_to_the_device_of_like(tmp_path):
     step = full_step()
     here, _ = step(first_state(step), batch_of(10))
     there = optree.tree_map(lambda x: x.cuda(), here, namespace="pureaccum")

@@ -1,15 +1,13 @@
 """What cannot be saved, or loaded like this, is named before anything is written or read."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -26,17 +24,17 @@ OLD = {"w": torch.arange(3.0)}
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def path(tmp_path):
     pa.save(tmp_path / "run", OLD)
     return str(tmp_path / "run")
 
 
-def assert_untouched(path: str) -> None:
+def assert_untouched(path):
     assert torch.equal(pa.load(path, OLD)["w"], OLD["w"])
     assert os.listdir(os.path.dirname(path)) == ["run"]
 
 
-UNSAVABLE: dict[str, Callable[[], Any]] = {
+UNSAVABLE = {
     "function": lambda: batch_of,
     "Linear": lambda: nn.Linear(1, 1),
     "ndarray": lambda: np.zeros(2),
@@ -52,7 +50,7 @@ UNSAVABLE: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", UNSAVABLE)
-def test_a_leaf_that_cannot_be_saved_is_named(what: str, path: str) -> None:
+def test_a_leaf_that_cannot_be_saved_is_named(what, path):
     tree = {"a": torch.ones(2), "bad": [UNSAVABLE[what]()]}
     with refused(TypeError, "tree['bad'][0] is a", what, "expected"):
         pa.save(path, tree)
@@ -61,7 +59,7 @@ def test_a_leaf_that_cannot_be_saved_is_named(what: str, path: str) -> None:
         pa.load(path, like=tree)
 
 
-def test_a_folder_of_ranks_is_not_replaced(path: str) -> None:
+def test_a_folder_of_ranks_is_not_replaced(path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x = distribute_tensor(torch.ones(3), init_device_mesh("cpu", (1,)), [Replicate()])
@@ -73,7 +71,7 @@ def test_a_folder_of_ranks_is_not_replaced(path: str) -> None:
     assert_untouched(path)
 
 
-def test_a_donated_state_says_so_itself(path: str) -> None:
+def test_a_donated_state_says_so_itself(path):
     step = full_step(donate=True)
     old = first_state(step)
     new, _ = step(old, batch_of(8))
@@ -84,9 +82,9 @@ def test_a_donated_state_says_so_itself(path: str) -> None:
         pa.load(path, like=old)
 
 
-def test_two_leaves_of_one_name_are_refused(path: str) -> None:
+def test_two_leaves_of_one_name_are_refused(path):
     class Key(str):
-        def __repr__(self) -> str:
+        def __repr__(self):
             return "'a'"
 
     with refused(ValueError, "two leaves are called tree['a']", "keys"):
@@ -94,12 +92,12 @@ def test_two_leaves_of_one_name_are_refused(path: str) -> None:
     assert_untouched(path)
 
 
-def test_to_save_or_load_under_a_transform_is_refused(path: str) -> None:
-    def saves(x: Tensor) -> Tensor:
+def test_to_save_or_load_under_a_transform_is_refused(path):
+    def saves(x):
         pa.save(path, x)
         return x.sum()
 
-    def loads(x: Tensor) -> Tensor:
+    def loads(x):
         return pa.load(path, {"w": x})["w"].sum()
 
     for func, word in ((saves, "save"), (loads, "load")):
@@ -112,7 +110,7 @@ def test_to_save_or_load_under_a_transform_is_refused(path: str) -> None:
 # The path -----------------------------------------------------------------------------------
 
 
-def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
+def test_paths_that_are_no_files_are_refused(tmp_path):
     with saying(FileNotFoundError, "nowhere"):
         pa.load(tmp_path / "nowhere", OLD)
     with saying(FileNotFoundError, "nowhere"):
@@ -129,7 +127,7 @@ def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["pipe"]
 
 
-def outcome(do: Callable[[], object]) -> Any:
+def outcome(do):
     """Whether it went well, or the class and number of its error."""
     try:
         do()
@@ -138,10 +136,10 @@ def outcome(do: Callable[[], object]) -> Any:
     return None
 
 
-def as_nobody(do: Callable[[], object]) -> Any:
+def as_nobody(do):
     """The same without root's rights, to whom every file is open; in a fork."""
 
-    def run() -> Any:
+    def run():
         if os.getuid() == 0:
             os.setgid(65534)
             os.setuid(65534)
@@ -150,7 +148,7 @@ def as_nobody(do: Callable[[], object]) -> Any:
     return in_a_fork(run)
 
 
-PATHS: dict[str, Callable[[Path], Any]] = {
+PATHS = {
     "of 255 bytes": lambda folder: folder / ("n" * 255),
     "of 256 bytes": lambda folder: folder / ("n" * 256),
     "of bytes": lambda folder: os.fsencode(folder / "b"),
@@ -166,7 +164,7 @@ PATHS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def some_files(folder: Path) -> None:
+def some_files(folder):
     (folder / "file").touch()
     (folder / "link").symlink_to("file")
     (folder / "to nothing").symlink_to("nothing")
@@ -174,7 +172,7 @@ def some_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_paths_are_taken_as_open_takes_them(name: str, tmp_path: Path) -> None:
+def test_paths_are_taken_as_open_takes_them(name, tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()
@@ -193,7 +191,7 @@ def test_paths_are_taken_as_open_takes_them(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another user's rights: not on Windows")
 @pytest.mark.parametrize("mode", [0o444, 0o666, 0o200])
-def test_rights_are_those_of_open(mode: int) -> None:
+def test_rights_are_those_of_open(mode):
     with TemporaryDirectory() as outer:
         folder = Path(outer)
         folder.chmod(0o777)
@@ -212,7 +210,7 @@ def test_rights_are_those_of_open(mode: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on Windows")
-def test_a_file_that_only_has_the_name_of_a_leftover_stays(path: str) -> None:
+def test_a_file_that_only_has_the_name_of_a_leftover_stays(path):
     """It stays, it is not waited for, and what it leads to stays too."""
     folder = Path(path).parent
     precious = folder / "precious"
@@ -235,7 +233,7 @@ def test_a_file_that_only_has_the_name_of_a_leftover_stays(path: str) -> None:
     assert os.listdir(precious) == ["work"]
 
 
-def test_an_int_that_python_does_not_read_is_refused(path: str) -> None:
+def test_an_int_that_python_does_not_read_is_refused(path):
     pa.save(path, {"seed": 10**4300 - 1})
     assert pa.load(path, {"seed": 0})["seed"] == 10**4300 - 1
     pa.save(path, OLD)
@@ -244,7 +242,7 @@ def test_an_int_that_python_does_not_read_is_refused(path: str) -> None:
     assert_untouched(path)
 
 
-def test_a_full_disk_leaves_the_old_file(path: str) -> None:
+def test_a_full_disk_leaves_the_old_file(path):
     """A file may not grow beyond 64 KiB here: a real error in the middle of a real write."""
     resource = pytest.importorskip("resource", reason="Windows has no such limits")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -260,7 +258,7 @@ def test_a_full_disk_leaves_the_old_file(path: str) -> None:
 # Another tree -------------------------------------------------------------------------------
 
 
-def test_every_leaf_that_is_off_is_named(path: str) -> None:
+def test_every_leaf_that_is_off_is_named(path):
     tree = {"epoch": 3, "kept": torch.ones(2), "lost": torch.ones(1), "x": torch.ones(2, 3)}
     pa.save(path, tree | {"dtype": torch.ones(2), "lr": 1})
     like = {"kept": torch.ones(2), "new": torch.ones(1), "x": torch.ones(3, 2), "lr": 1.0}
@@ -277,7 +275,7 @@ def test_every_leaf_that_is_off_is_named(path: str) -> None:
     ]
 
 
-def test_no_more_leaves_are_named_than_one_reads(path: str) -> None:
+def test_no_more_leaves_are_named_than_one_reads(path):
     pa.save(path, [torch.ones(1)] * 50)
     with saying(ValueError, "50 leaves") as caught:
         pa.load(path, [torch.ones(2)] * 50)
@@ -286,7 +284,7 @@ def test_no_more_leaves_are_named_than_one_reads(path: str) -> None:
     assert lines[-1] == "  and 30 more"
 
 
-def test_other_trees_of_many_leaves_are_refused(path: str) -> None:
+def test_other_trees_of_many_leaves_are_refused(path):
     """The work grows with their number: with its square it would take a quarter of an hour."""
     tree = {f"l{i}": 0.5 for i in range(100_000)}
     pa.save(path, tree)
@@ -299,7 +297,7 @@ def test_other_trees_of_many_leaves_are_refused(path: str) -> None:
         pa.load(path, like)
 
 
-def test_a_run_with_another_loss_scale_is_refused(path: str) -> None:
+def test_a_run_with_another_loss_scale_is_refused(path):
     state = first_state(full_step())
     pa.save(path, state)
     with refused(ValueError, "tree.loss_scale.scale is only in the file", "3 leaves"):

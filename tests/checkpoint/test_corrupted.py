@@ -5,11 +5,9 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ TREE = {
 }
 
 
-def saved(tree: Any) -> bytes:
+def saved(tree):
     with TemporaryDirectory() as folder:
         pa.save(f"{folder}/run", tree)
         return Path(f"{folder}/run").read_bytes()
@@ -44,24 +42,24 @@ HEADER = 8 + int.from_bytes(WHOLE[:8], "little")
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     return tmp_path_factory.mktemp("corrupted") / "run"
 
 
-def assert_refused(path: Path, content: bytes, *words: str, like: Any = TREE) -> None:
+def assert_refused(path, content, *words, like=TREE):
     path.write_bytes(content)
     with saying(ValueError, f"{str(path)!r} is not a whole pureaccum checkpoint: ", *words):
         pa.load(path, like=like)
 
 
-def test_a_whole_file_is_loaded(path: Path) -> None:
+def test_a_whole_file_is_loaded(path):
     path.write_bytes(WHOLE)
     assert torch.equal(pa.load(path, TREE)["w"], TREE["w"])
     assert HEADER % 8 == 0
     assert len(WHOLE) == HEADER + 300 * 8 + 24 * 4 + 2 + 4 * 4
 
 
-def test_a_file_that_is_cut_short_anywhere_is_refused(path: Path) -> None:
+def test_a_file_that_is_cut_short_anywhere_is_refused(path):
     ends = [*range(HEADER + 17), *range(HEADER + 17, len(WHOLE), 64), *range(-11, 0)]
     for end in ends:
         assert_refused(path, WHOLE[:end])
@@ -71,7 +69,7 @@ def test_a_file_that_is_cut_short_anywhere_is_refused(path: Path) -> None:
     assert_refused(path, WHOLE + b"\0", "written")
 
 
-def test_a_file_with_any_byte_flipped_is_refused(path: Path) -> None:
+def test_a_file_with_any_byte_flipped_is_refused(path):
     """Each byte once, by a pattern that runs through all bits."""
     for at in range(len(WHOLE)):
         flip = 1 << at % 8 if at % 3 else 0xFF
@@ -79,7 +77,7 @@ def test_a_file_with_any_byte_flipped_is_refused(path: Path) -> None:
 
 
 @given(st.dictionaries(st.integers(0, len(WHOLE) - 1), st.integers(1, 255), min_size=1, max_size=9))
-def test_a_file_with_some_bytes_changed_is_refused(path: Path, changes: dict[int, int]) -> None:
+def test_a_file_with_some_bytes_changed_is_refused(path, changes):
     content = bytearray(WHOLE)
     for at, flip in changes.items():
         content[at] ^= flip
@@ -90,7 +88,7 @@ offsets = st.integers(0, len(WHOLE))
 
 
 @given(st.lists(offsets, min_size=4, max_size=4).map(sorted))
-def test_a_file_with_pieces_swapped_is_refused(path: Path, at: list[int]) -> None:
+def test_a_file_with_pieces_swapped_is_refused(path, at):
     a, b, c, d = at
     content = WHOLE[:a] + WHOLE[c:d] + WHOLE[b:c] + WHOLE[a:b] + WHOLE[d:]
     assume(content != WHOLE)
@@ -98,12 +96,12 @@ def test_a_file_with_pieces_swapped_is_refused(path: Path, at: list[int]) -> Non
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_a_file_of_something_else_is_refused(path: Path, content: bytes, begins: bool) -> None:
+def test_a_file_of_something_else_is_refused(path, content, begins):
     start = struct.pack("<Q", max(len(content) - 8, 0))
     assert_refused(path, start * begins + content)
 
 
-def test_files_of_other_programs_are_refused(path: Path) -> None:
+def test_files_of_other_programs_are_refused(path):
     assert_refused(path, b"", "0 bytes")
     for text in (b"{}", b"[]", b"null", b'{"__metadata__": []}', b"[" * 100_000, b"\xff" * 99):
         assert_refused(path, struct.pack("<Q", len(text)) + text + bytes(8), "another program")
@@ -118,7 +116,7 @@ def test_files_of_other_programs_are_refused(path: Path) -> None:
 # Made by hand, with checksums that fit ------------------------------------------------------
 
 
-def by_hand(change: Callable[[dict[str, Any], dict[str, str]], object]) -> bytes:
+def by_hand(change):
     """The file with a header that was changed, and else as if it had been written so."""
     header = json.loads(WHOLE[8:HEADER])
     change(header, header["__metadata__"])
@@ -129,18 +127,18 @@ def by_hand(change: Callable[[dict[str, Any], dict[str, str]], object]) -> bytes
 
 
 @pytest.mark.parametrize("version", ["0", "1", "10", "2 ", ""])
-def test_files_of_other_versions_are_refused(path: Path, version: str) -> None:
+def test_files_of_other_versions_are_refused(path, version):
     content = by_hand(lambda _, metadata: metadata.update(version=version))
     assert_refused(path, content, f"its version is {version!r}", "'2'", "newer")
 
 
 @pytest.mark.parametrize("version", [2, None, [], {}, "2" * 99])
-def test_versions_that_are_none_are_refused(path: Path, version: Any) -> None:
+def test_versions_that_are_none_are_refused(path, version):
     content = by_hand(lambda _, metadata: metadata.update(version=version))
     assert_refused(path, content, "another program")
 
 
-def test_a_file_that_is_made_by_hand_can_be_right(path: Path) -> None:
+def test_a_file_that_is_made_by_hand_can_be_right(path):
     path.write_bytes(by_hand(lambda *_: None))
     assert pa.load(path, TREE)["epoch"] == 3
     path.write_bytes(by_hand(lambda _, metadata: metadata.update({"tree['epoch']": "4"})))
@@ -152,7 +150,7 @@ ODD = [*HUGE, *([x] for x in HUGE), [2**40] * 9, [0, 2**70], [1] * 99, [["a", 5 
 
 
 @pytest.mark.parametrize("field", ["shape", "dtype", "data_offsets", "more"])
-def test_tensors_that_make_no_sense_are_refused(path: Path, field: str) -> None:
+def test_tensors_that_make_no_sense_are_refused(path, field):
     for value in ODD:
         new = {field: value}
         assert_refused(path, by_hand(lambda header, _, new=new: header["tree['w']"].update(new)))
@@ -160,7 +158,7 @@ def test_tensors_that_make_no_sense_are_refused(path: Path, field: str) -> None:
 
 @pytest.mark.parametrize("field", ["strides", "dtype", "whole", "at", "more"])
 @pytest.mark.parametrize("leaf", ["tree['w']", "tree['image']"])
-def test_notes_that_make_no_sense_are_refused(path: Path, field: str, leaf: str) -> None:
+def test_notes_that_make_no_sense_are_refused(path, field, leaf):
     for value in ODD:
         new = {leaf: json.dumps({"strides": [24, 1, 8, 2], field: value})}
         assert_refused(path, by_hand(lambda _, metadata, new=new: metadata.update(new)))
@@ -169,13 +167,13 @@ def test_notes_that_make_no_sense_are_refused(path: Path, field: str, leaf: str)
 @pytest.mark.parametrize(
     "strides", [[0, 0, 0, 0], [24, 12, 4, 2], [1, 1, 1, 1], [24, 12, 4], [24.0, 1, 8, 2]]
 )
-def test_strides_with_holes_or_overlap_are_refused(path: Path, strides: Any) -> None:
+def test_strides_with_holes_or_overlap_are_refused(path, strides):
     note = json.dumps({"strides": strides})
     assert_refused(path, by_hand(lambda _, metadata: metadata.update({"tree['image']": note})))
 
 
 @pytest.mark.parametrize("text", ["[3]", "null", "{}", "3 4", "3" * 5000, "[" * 9999])
-def test_scalars_that_make_no_sense_are_refused(path: Path, text: str) -> None:
+def test_scalars_that_make_no_sense_are_refused(path, text):
     content = by_hand(lambda _, metadata: metadata.update({"tree['epoch']": text}))
     assert_refused(path, content, "contradicts itself")
 
@@ -199,14 +197,14 @@ def test_scalars_that_make_no_sense_are_refused(path: Path, text: str) -> None:
         lambda _, metadata: metadata.update(save="0" * 31, shard="1 of 1"),
     ],
 )
-def test_headers_that_contradict_themselves_are_refused(path: Path, change: Any) -> None:
+def test_headers_that_contradict_themselves_are_refused(path, change):
     path.write_bytes(by_hand(change))
     with saying(ValueError, repr(str(path))):
         pa.load(path, TREE)
 
 
 @pytest.mark.parametrize("text", ['"1"', '"{"'])
-def test_not_every_leaf_that_nobody_wants_is_looked_at(path: Path, text: str) -> None:
+def test_not_every_leaf_that_nobody_wants_is_looked_at(path, text):
     """Notes of no tensor name no leaf: nobody writes such a header, though nothing else is off."""
     wanted = {"w": torch.zeros(0)}
     entry = '"tree[\'w\']": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
@@ -227,7 +225,7 @@ def test_not_every_leaf_that_nobody_wants_is_looked_at(path: Path, text: str) ->
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each file is loaded in a fork")
-def test_a_hostile_file_costs_nothing(tmp_path: Path) -> None:
+def test_a_hostile_file_costs_nothing(tmp_path):
     """It is refused by a ValueError, and takes at most 16 MB beyond its size."""
     found = told_by("hostile", tmp_path)
     assert len(found) == 30
@@ -243,7 +241,7 @@ TOKENS = [
 ]
 
 
-def test_headers_changed_at_random_are_refused_or_right(path: Path) -> None:
+def test_headers_changed_at_random_are_refused_or_right(path):
     """With checksums that fit: refused, or a tree of that structure, with those shapes."""
     random = Random(0)
     for _ in range(80 * min(250, settings.default.max_examples)):

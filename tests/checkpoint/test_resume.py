@@ -9,7 +9,6 @@ import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -30,14 +29,14 @@ CUTS = [slice(0, 4), slice(4, 8), slice(8, 10)]
 Position = tuple[int, int]  # steps done, and microbatches of the window that is begun
 
 
-def parts(number: int) -> list[Any]:
+def parts(number):
     batch = batch_of(10, number)
     if number == 3:
         batch["x"][5] = torch.nan  # a microbatch that is skipped
     return [take(batch, rows) for rows in CUTS]
 
 
-def run(step: Any, state: Any, window: Any, begin: Position, end: Position) -> Any:
+def run(step, state, window, begin, end):
     """From one position to another: the state, the window and the infos of the steps between."""
     infos = []
     at, (done, part) = begin, begin
@@ -54,10 +53,10 @@ def run(step: Any, state: Any, window: Any, begin: Position, end: Position) -> A
     return state, window, infos
 
 
-def resumed(path: str, begin: Position, **knobs: Any) -> tuple[Any, Any]:
+def resumed(path, begin, **knobs):
     """As a program does that finds a file: it makes everything anew, and loads."""
     step = full_step(**knobs)
-    like: dict[str, Any] = {"state": first_state(step), "done": 0, "part": 0}
+    like = {"state": first_state(step), "done": 0, "part": 0}
     if begin[1]:
         like["window"] = step.begin(like["state"])
     tree = pa.load(path, like=like)
@@ -65,7 +64,7 @@ def resumed(path: str, begin: Position, **knobs: Any) -> tuple[Any, Any]:
     return run(step, tree["state"], tree.get("window"), begin, (STEPS, 0))[::2]
 
 
-def saved(path: str, at: Position, **knobs: Any) -> Any:
+def saved(path, at, **knobs):
     step = full_step(**knobs)
     state, window, infos = run(step, first_state(step), None, (0, 0), at)
     tree = {"state": state, "done": at[0], "part": at[1]}
@@ -74,7 +73,7 @@ def saved(path: str, at: Position, **knobs: Any) -> Any:
 
 
 @cache
-def whole(**knobs: Any) -> Any:
+def whole(**knobs):
     step = full_step(**knobs)
     return run(step, first_state(step), None, (0, 0), (STEPS, 0))[::2]
 
@@ -84,7 +83,7 @@ positions = st.tuples(st.integers(0, STEPS - 1), st.integers(0, PARTS - 1))
 
 @given(at=positions, engine=st.sampled_from(["func", "autograd"]), donate=st.booleans())
 @examples(1 / 2)
-def test_a_run_that_was_stopped_anywhere_goes_on(at: Position, engine: str, donate: bool) -> None:
+def test_a_run_that_was_stopped_anywhere_goes_on(at, engine, donate):
     knobs = {"engine": engine, "donate": donate}
     with TemporaryDirectory() as folder:
         before = saved(f"{folder}/run", at, **knobs)
@@ -99,10 +98,10 @@ def test_a_run_that_was_stopped_anywhere_goes_on(at: Position, engine: str, dona
 
 @given(at=st.integers(0, STEPS - 1))
 @examples(1 / 4)
-def test_a_run_that_was_stopped_after_each_step_goes_on(at: int) -> None:
+def test_a_run_that_was_stopped_after_each_step_goes_on(at):
     """And stopped after each step, at that."""
 
-    def steps(state: Any, numbers: range, path: str | None = None) -> Any:
+    def steps(state, numbers, path=None):
         step = full_step()
         for number in numbers:
             state, info = step(state, batch_of(10, number))
@@ -117,7 +116,7 @@ def test_a_run_that_was_stopped_after_each_step_goes_on(at: int) -> None:
         assert_trees_bitwise_equal(got, steps(first, range(STEPS - at, STEPS + 3)))
 
 
-def test_a_run_goes_on_in_another_process(tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_process(tmp_path):
     at = (3, 2)
     before = saved(str(tmp_path / "run"), at)
     program = (
@@ -144,10 +143,10 @@ ACCUMULATORS = {
 
 @pytest.mark.parametrize("make", ACCUMULATORS.values(), ids=ACCUMULATORS)
 @pytest.mark.parametrize("at", range(4))
-def test_a_sum_that_was_stopped_anywhere_goes_on(make: Any, at: int, tmp_path: Path) -> None:
+def test_a_sum_that_was_stopped_anywhere_goes_on(make, at, tmp_path):
     w = batch_of(3)["x"][:, :2]
 
-    def add(state: Any, numbers: range) -> Any:
+    def add(state, numbers):
         for number in numbers:
             state = make().update(state, w, batch_of(2 + number, number))
         return state
@@ -160,10 +159,10 @@ def test_a_sum_that_was_stopped_anywhere_goes_on(make: Any, at: int, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", optimizers.KINDS)
-def test_every_optimizer_goes_on_from_what_was_saved(kind: str, tmp_path: Path) -> None:
+def test_every_optimizer_goes_on_from_what_was_saved(kind, tmp_path):
     params = optimizers.make_params()
 
-    def update(params: Any, state: Any, numbers: range) -> Any:
+    def update(params, state, numbers):
         optimizer = optimizers.make_optimizer(kind)
         for number in numbers:
             params, state = optimizer.apply(optimizers.make_params(number), state, params)

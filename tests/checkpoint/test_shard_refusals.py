@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
     pytest.mark.promise("disk"),
 ]
-TREE: dict[str, Any] = {
+TREE = {
     "w": torch.arange(24.0).reshape(8, 3) + 1,
     "v": torch.arange(6, dtype=torch.float64) + 1,
     "half": torch.arange(8, dtype=torch.bfloat16),
@@ -38,52 +36,52 @@ TREE: dict[str, Any] = {
 LIKE = {name: torch.zeros_like(x) if name != "epoch" else 0 for name, x in TREE.items()}
 
 
-def spread(tree: dict[str, Any], factor: int = 1) -> dict[str, Any]:
+def spread(tree, factor=1):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kinds = {"w": [Shard(0)], "v": [Shard(0)], "scalar": [Replicate()]}
     tree = {name: x if name == "epoch" else x * factor for name, x in tree.items()}
     return {n: distribute_tensor(x, mesh, kinds[n]) if n in kinds else x for n, x in tree.items()}
 
 
-def saves(folder: str, rank: int, world: int) -> None:
+def saves(folder, rank, world):
     pa.save(f"{folder}/run", spread(TREE))
     pa.save(f"{folder}/other", spread(TREE, 100))
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     assert run_on_ranks(4, partial(saves, str(folder))) == [End()] * 4
     return folder
 
 
 @pytest.fixture
-def run(saved: Path, tmp_path: Path) -> Path:
+def run(saved, tmp_path):
     """A copy that may be damaged."""
     shutil.copytree(saved / "run", tmp_path / "run")
     assert_trees_bitwise_equal(pa.load(tmp_path / "run", LIKE), TREE)
     return tmp_path / "run"
 
 
-def name(i: int, of: int = 4) -> str:
+def name(i, of=4):
     return f"shard-{i:05}-of-{of:05}.safetensors"
 
 
 NAMES = [name(i) for i in range(1, 5)]
 
 
-def assert_refused(run: Path, *words: str) -> None:
+def assert_refused(run, *words):
     with saying(ValueError, str(run), "is not a whole pureaccum checkpoint", *words):
         pa.load(run, LIKE)
 
 
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_that_is_missing_is_named(run: Path, shard: str) -> None:
+def test_a_shard_that_is_missing_is_named(run, shard):
     (run / shard).unlink()
     assert_refused(run, f"{shard} is missing")
 
 
-def test_of_many_missing_shards_the_first_is_named(run: Path) -> None:
+def test_of_many_missing_shards_the_first_is_named(run):
     for shard in NAMES[1:]:
         (run / shard).unlink()
     assert_refused(run, f"{NAMES[1]} is missing")
@@ -92,7 +90,7 @@ def test_of_many_missing_shards_the_first_is_named(run: Path) -> None:
 
 
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_that_is_cut_is_named(run: Path, shard: str) -> None:
+def test_a_shard_that_is_cut_is_named(run, shard):
     whole = (run / shard).read_bytes()
     for end in {len(whole) * i // 64 for i in range(64)}:
         (run / shard).write_bytes(whole[:end])
@@ -102,7 +100,7 @@ def test_a_shard_that_is_cut_is_named(run: Path, shard: str) -> None:
 
 
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_with_any_byte_flipped_is_named(run: Path, shard: str) -> None:
+def test_a_shard_with_any_byte_flipped_is_named(run, shard):
     """Of the header, of numbers and of checksums."""
     whole = (run / shard).read_bytes()
     with open(run / shard, "r+b", buffering=0) as file:
@@ -114,14 +112,14 @@ def test_a_shard_with_any_byte_flipped_is_named(run: Path, shard: str) -> None:
 
 
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_of_another_run_is_named(run: Path, saved: Path, shard: str) -> None:
+def test_a_shard_of_another_run_is_named(run, saved, shard):
     shutil.copy(saved / "other" / shard, run / shard)
     assert_refused(run, shard, "of another save")
 
 
 @pytest.mark.parametrize("one", NAMES)
 @pytest.mark.parametrize("other", NAMES)
-def test_shards_in_each_other_s_places_are_named(run: Path, one: str, other: str) -> None:
+def test_shards_in_each_other_s_places_are_named(run, one, other):
     if one == other:
         return
     both = (run / one).read_bytes(), (run / other).read_bytes()
@@ -131,7 +129,7 @@ def test_shards_in_each_other_s_places_are_named(run: Path, one: str, other: str
     assert_refused(run, "it was written as shard")
 
 
-def test_a_folder_of_two_numbers_of_ranks_is_refused(run: Path) -> None:
+def test_a_folder_of_two_numbers_of_ranks_is_refused(run):
     shutil.copy(run / NAMES[0], run / name(5, 4))
     assert_refused(run, f"{name(5, 4)} is one too many")
     (run / name(5, 4)).unlink()
@@ -149,21 +147,21 @@ def test_a_folder_of_two_numbers_of_ranks_is_refused(run: Path) -> None:
     assert_refused(run)
 
 
-def test_a_shard_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_a_shard_is_no_checkpoint(run, tmp_path):
     assert_refused(run / NAMES[1], "shard 2 of 4", "Load the folder")
     pa.save(tmp_path / "plain", LIKE)
     shutil.copy(tmp_path / "plain", run / NAMES[2])
     assert_refused(run, NAMES[2], "of another save")
 
 
-def test_what_is_no_shard_does_not_matter(run: Path) -> None:
+def test_what_is_no_shard_does_not_matter(run):
     (run / ".DS_Store").touch()
     (run / "notes.txt").touch()
     (run / "shard-1-of-4.safetensors").touch()
     assert_trees_bitwise_equal(pa.load(run, LIKE), TREE)
 
 
-def test_another_tree_than_like_is_refused(run: Path) -> None:
+def test_another_tree_than_like_is_refused(run):
     like = {name: x for name, x in LIKE.items() if name != "w"} | {"v": torch.zeros(7), "x": 1}
     with saying(
         ValueError,
@@ -178,13 +176,13 @@ def test_another_tree_than_like_is_refused(run: Path) -> None:
 # Made by hand ---------------------------------------------------------------------------------
 
 
-def piece(x: torch.Tensor, at: int, whole: tuple[int, ...] = (8, 3)) -> Any:
+def piece(x, at, whole=(8, 3)):
     starts = (at,) + (0,) * (len(whole) - 1)
     return {"tree['w']": (Piece(x.dtype, tuple(x.shape), whole, starts, (3, 1)), x)}
 
 
 ROWS = TREE["w"]
-BY_HAND: dict[str, list[Any]] = {
+BY_HAND = {
     "a hole": [piece(ROWS[:3], 0), piece(ROWS[4:], 4)],
     "a part twice": [piece(ROWS[:4], 0), piece(ROWS[:4], 0)],
     "an overlap": [piece(ROWS[:5], 0), piece(ROWS[4:], 4)],
@@ -197,14 +195,14 @@ BY_HAND: dict[str, list[Any]] = {
 }
 
 
-def by_hand(folder: Path, pieces: list[Any]) -> None:
+def by_hand(folder, pieces):
     folder.mkdir()
     for i, it in enumerate(pieces, 1):
         with open(folder / name(i, len(pieces)), "wb") as file:
             write_file(file, it, {}, Part("0" * 32, i, len(pieces)))
 
 
-def test_a_number_and_a_tensor_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_a_number_and_a_tensor_of_one_name_are_refused(tmp_path):
     for i, first in enumerate((True, False)):
         folder = tmp_path / str(i)
         folder.mkdir()
@@ -217,18 +215,18 @@ def test_a_number_and_a_tensor_of_one_name_are_refused(tmp_path: Path) -> None:
                 pa.load(folder, {"w": like})
 
 
-def part(shard: int) -> Part:
+def part(shard):
     return Part("0" * 32, shard, 2)
 
 
 @pytest.mark.parametrize("how", BY_HAND)
-def test_parts_that_are_not_the_whole_are_refused(tmp_path: Path, how: str) -> None:
+def test_parts_that_are_not_the_whole_are_refused(tmp_path, how):
     by_hand(tmp_path / "run", BY_HAND[how])
     with saying(ValueError, str(tmp_path / "run"), "tree['w']"):
         pa.load(tmp_path / "run", {"w": torch.zeros(8, 3)})
 
 
-def test_parts_that_are_the_whole_are_loaded(tmp_path: Path) -> None:
+def test_parts_that_are_the_whole_are_loaded(tmp_path):
     by_hand(tmp_path / "run", [piece(ROWS[:3], 0), piece(ROWS[3:], 3), piece(ROWS[:0], 8)])
     assert torch.equal(pa.load(tmp_path / "run", {"w": torch.zeros(8, 3)})["w"], ROWS)
 
@@ -236,14 +234,14 @@ def test_parts_that_are_the_whole_are_loaded(tmp_path: Path) -> None:
 # On ranks -------------------------------------------------------------------------------------
 
 
-def another_number(content: bytes) -> bytes:
+def another_number(content):
     """With a number changed that not every rank reads."""
     header = 8 + int.from_bytes(content[:8], "little")
     at = header + json.loads(content[8:header])["tree['w']"]["data_offsets"][0]
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-DAMAGES: list[tuple[str, Callable[[bytes], bytes | None]]] = [
+DAMAGES = [
     (NAMES[0], another_number),
     (NAMES[3], another_number),
     (NAMES[1], lambda content: content[: len(content) // 2]),
@@ -251,7 +249,7 @@ DAMAGES: list[tuple[str, Callable[[bytes], bytes | None]]] = [
 ]
 
 
-def loads_damaged(folder: str, rank: int, world: int) -> list[str]:
+def loads_damaged(folder, rank, world):
     """An error on every rank, which names the shard; then they go on together."""
     run, told = Path(folder) / "run", []
     like = {name: x if name == "epoch" else x * 0 for name, x in spread(LIKE).items()}
@@ -277,7 +275,7 @@ def loads_damaged(folder: str, rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_an_error_on_one_rank_is_one_on_all(run: Path, world: int) -> None:
+def test_an_error_on_one_rank_is_one_on_all(run, world):
     ends = run_on_ranks(world, partial(loads_damaged, str(run.parent)))
     assert not [end.failure for end in ends if end.failure], ends
     for end in ends:
@@ -286,7 +284,7 @@ def test_an_error_on_one_rank_is_one_on_all(run: Path, world: int) -> None:
             assert shard in said or f"shard {number} of it" in said, said
 
 
-def holds_another_tree(folder: str, rank: int, world: int) -> list[str]:
+def holds_another_tree(folder, rank, world):
     """What is no DTensor has to be the same, for it is written once."""
     told = []
     for more in ({"rank": rank}, {"half": torch.ones(8) * rank}, {"only": 1} if rank else {}):
@@ -297,7 +295,7 @@ def holds_another_tree(folder: str, rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_hold_another_tree_all_raise(tmp_path: Path, world: int) -> None:
+def test_ranks_that_hold_another_tree_all_raise(tmp_path, world):
     ends = run_on_ranks(world, partial(holds_another_tree, str(tmp_path)))
     assert not [end.failure for end in ends if end.failure], ends
     number, tensor, leaf = ends[0].returned
@@ -308,7 +306,7 @@ def test_ranks_that_hold_another_tree_all_raise(tmp_path: Path, world: int) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def loads_another(folder: str, rank: int, world: int) -> None:
+def loads_another(folder, rank, world):
     pa.save(f"{folder}/run", spread(TREE))
     pa.save(f"{folder}/other", spread(TREE, 100))
     like = spread(LIKE)
@@ -317,11 +315,11 @@ def loads_another(folder: str, rank: int, world: int) -> None:
     assert_trees_bitwise_equal(pa.load(f"{folder}/run", like)["w"].full_tensor(), TREE["w"])
 
 
-def test_ranks_that_load_another_tree_all_raise(tmp_path: Path) -> None:
+def test_ranks_that_load_another_tree_all_raise(tmp_path):
     assert run_on_ranks(2, partial(loads_another, str(tmp_path))) == [End()] * 2
 
 
-def dies_in_a_save(folder: str, rank: int, world: int) -> None:
+def dies_in_a_save(folder, rank, world):
     tree = spread(TREE)
     pa.save(f"{folder}/before", tree)
     if rank == world - 1:
@@ -335,7 +333,7 @@ def dies_in_a_save(folder: str, rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_after_a_rank_died_in_a_save_the_others_raise(tmp_path: Path, world: int) -> None:
+def test_after_a_rank_died_in_a_save_the_others_raise(tmp_path, world):
     """The others hear of it; nothing of the save is there, and what was before is whole."""
     *others, last = run_on_ranks(world, partial(dies_in_a_save, str(tmp_path)))
     assert last.failure == "died with exit code -9"
@@ -344,7 +342,7 @@ def test_after_a_rank_died_in_a_save_the_others_raise(tmp_path: Path, world: int
     assert [x.name for x in tmp_path.iterdir()] == ["before"]
 
 
-def full_on_one(folder: str, rank: int, world: int) -> str:
+def full_on_one(folder, rank, world):
     """The disk of the last rank is full: nobody has saved, and nothing is left."""
     import resource
 
@@ -361,7 +359,7 @@ def full_on_one(folder: str, rank: int, world: int) -> str:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path, world: int) -> None:
+def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path, world):
     pytest.importorskip("resource", reason="Windows has no such limits")
     *others, last = run_on_ranks(world, partial(full_on_one, str(tmp_path)))
     assert "too large" in last.returned
@@ -371,7 +369,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path, world: int) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_notes_are_json(saved: Path) -> None:
+def test_notes_are_json(saved):
     """For readers of other programs: which part of which leaf a tensor is."""
     content = (saved / "run" / NAMES[1]).read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])

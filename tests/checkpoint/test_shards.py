@@ -1,8 +1,6 @@
 """What so many ranks save, as many others load, however it lies on either: the same bits."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,11 +32,11 @@ LAYOUTS = {
 }
 
 
-def tree_of(seed: int, fill: Any = None) -> dict[str, Any]:
+def tree_of(seed, fill=None):
     """Leaves of many kinds, with random bits; or with one number in all of them."""
     random = generator(seed)
 
-    def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def some(*shape, dtype=torch.float32):
         raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=random).to(torch.uint8)
         x = raw.flatten().view(dtype).reshape(shape)
         return x if fill is None else torch.full_like(x, fill)
@@ -58,7 +56,7 @@ def tree_of(seed: int, fill: Any = None) -> dict[str, Any]:
     }
 
 
-def part_of(x: Tensor, mesh: Any, placements: Any) -> Tensor:
+def part_of(x, mesh, placements):
     """As DTensors are cut: torch.chunk along one dim of the mesh after the other."""
     for placement, i, size in zip(placements, mesh.get_coordinate(), mesh.shape, strict=True):
         if placement.is_shard():
@@ -68,7 +66,7 @@ def part_of(x: Tensor, mesh: Any, placements: Any) -> Tensor:
     return x
 
 
-def spread(tree: dict[str, Any], seed: int) -> dict[str, Any]:
+def spread(tree, seed):
     """Some leaves as DTensors, in any layout, and some as they are."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, 2) if world == 4 else (world,))
@@ -86,7 +84,7 @@ def spread(tree: dict[str, Any], seed: int) -> dict[str, Any]:
     return found
 
 
-def saves(folder: str, rank: int, world: int) -> None:
+def saves(folder, rank, world):
     for seed in SEEDS:
         tree = spread(tree_of(seed), seed)
         with unchanged({name: x for name, x in tree.items() if type(x) is Tensor}):
@@ -95,7 +93,7 @@ def saves(folder: str, rank: int, world: int) -> None:
             pa.load(f"{folder}/{world}-{seed}/".encode(), tree_of(0, 0))
 
 
-def loads(folder: str, rank: int, world: int) -> None:
+def loads(folder, rank, world):
     for seed in SEEDS:
         for saved in ("plain", *WORLDS):
             like = spread(tree_of(seed, 1), seed + 3)
@@ -111,7 +109,7 @@ def loads(folder: str, rank: int, world: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     for world in WORLDS:
         assert run_on_ranks(world, partial(saves, str(folder))) == [End()] * world
@@ -121,13 +119,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_any_ranks_load_what_any_ranks_saved(folder: Path, world: int) -> None:
+def test_any_ranks_load_what_any_ranks_saved(folder, world):
     assert run_on_ranks(world, partial(loads, str(folder))) == [End()] * world
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_process_loads_them_whole(folder: Path, world: int, seed: int) -> None:
+def test_one_process_loads_them_whole(folder, world, seed):
     want = tree_of(seed)
     loaded = pa.load(folder / f"{world}-{seed}", tree_of(seed, 0))
     assert_trees_bitwise_equal(loaded, want)
@@ -136,14 +134,14 @@ def test_one_process_loads_them_whole(folder: Path, world: int, seed: int) -> No
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_no_number_is_written_twice(folder: Path, world: int) -> None:
+def test_no_number_is_written_twice(folder, world):
     """And nothing else is left in the folder, or beside it."""
     shards = sorted((folder / f"{world}-0").iterdir())
     assert [x.name for x in shards] == [
         f"shard-{i:05}-of-{world:05}.safetensors" for i in range(1, world + 1)
     ]
     assert not [x for x in folder.iterdir() if x.name.startswith(".")]
-    counts: dict[str, int] = {}
+    counts = {}
     for shard in shards:
         with safe_open(shard, "pt") as file:  # the library reads each of them
             for name in file.keys():  # noqa: SIM118
@@ -154,12 +152,12 @@ def test_no_number_is_written_twice(folder: Path, world: int) -> None:
     assert counts == numbers
 
 
-def test_ranks_hold_about_as_much() -> None:
+def test_ranks_hold_about_as_much():
     """What all of them hold goes round, so that none writes it all."""
     assert run_on_ranks(2, writes_half) == [End(4), End(4)]
 
 
-def writes_half(rank: int, world: int) -> int:
+def writes_half(rank, world):
     from pureaccum.checkpoint.shards import is_ours_to_write
 
     mesh = init_device_mesh("cpu", (world,))

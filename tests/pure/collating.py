@@ -1,9 +1,6 @@
 """What the workers of a loader run: one that is spawned imports this file, and no test."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 import pureaccum as pa
 
@@ -14,10 +11,10 @@ class Embedding:
     Without a functional, each worker makes one.
     """
 
-    def __init__(self, module: nn.Module, fn: Any = None) -> None:
+    def __init__(self, module, fn=None):
         self.module, self.fn = module, fn
 
-    def __call__(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def __call__(self, rows):
         if self.fn is None:
             self.fn = pa.functional(self.module)
         batch = torch.stack(rows)

@@ -1,8 +1,5 @@
 """Networks that checkpoint a part of themselves, and the gradients that they should have."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -15,11 +12,11 @@ Params = dict[str, Tensor]
 class Checkpointed(nn.Module):
     """A block that is computed again in the backward pass, while ``on``, and a head."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block):
         super().__init__()
         self.block, self.head, self.on = block, nn.Linear(3, 1), True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         again = checkpoint(self.block, x, use_reentrant=False) if self.on else self.block(x)
         return self.head(torch.tanh(again))
 
@@ -27,52 +24,65 @@ class Checkpointed(nn.Module):
 class Direct(nn.Module):
     """Checkpoints a method, which uses the module's own weight and calls no other module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight, self.on = nn.Parameter(torch.ones(3, 3)), True
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x):
         return torch.tanh(x @ self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(self.product, x, use_reentrant=False) if self.on else self.product(x)
 
 
+class Of(nn.Module):
+    """A forward that is a function of the module and of what it is given; parts have names."""
+
+    def __init__(self, func, **parts):
+        super().__init__()
+        self.func = func
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **kwargs):
+        return self.func(self, *args, **kwargs)
+
+
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lstm = nn.LSTM(3, 3, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.lstm(x[:, None])[0][:, 0]
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
         self.second.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(torch.tanh(self.first(x)))
 
 
 class Generated(nn.Module):
     """Calls the network below with weights that it makes itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale, self.below = nn.Parameter(torch.ones(())), Direct()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return functional_call(self.below, {"weight": self.below.weight * self.scale}, x)
 
 
-def _linear() -> nn.Module:
+def _linear():
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
+NETWORKS = {
     "linear": lambda: Checkpointed(_linear()),
     "a method": lambda: nn.Sequential(Direct(), nn.Linear(3, 1)),
     "lstm": lambda: Checkpointed(Recurrent()),
@@ -85,32 +95,32 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def make(name: str, seed: int = 0) -> nn.Module:
+def make(name, seed=0):
     torch.manual_seed(seed)
     return NETWORKS[name]().double()
 
 
-def other_params(net: nn.Module, seed: int = 1) -> Params:
+def other_params(net, seed=1):
     """Parameters that are not the module's own."""
     g = torch.Generator().manual_seed(seed)
     made = {k: torch.randn(p.shape, generator=g) for k, p in net.named_parameters()}
     return {k: x.double() for k, x in made.items()}
 
 
-def inputs(rows: int, seed: int = 2) -> Tensor:
+def inputs(rows, seed=2):
     return torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def call(net: nn.Module, params: Params, x: Tensor) -> Tensor:
+def call(net, params, x):
     """The network with these parameters, and with buffers that it may write to."""
     return functional_call(net, params | {k: b.clone() for k, b in net.named_buffers()}, x)
 
 
-def square(net: nn.Module) -> Callable[[Params, Tensor], Tensor]:
+def square(net):
     return lambda params, x: (call(net, params, x) ** 2).mean()
 
 
-def switch(nets: list[nn.Module], on: bool) -> None:
+def switch(nets, on):
     """Checkpoints on or off, and no cache left of parameters that the module was lent before."""
     for net in nets:
         for module in net.modules():
@@ -120,7 +130,7 @@ def switch(nets: list[nn.Module], on: bool) -> None:
                 module._init_flat_weights()
 
 
-def by_hand(loss: Callable[..., Tensor], nets: Any, params: Any, x: Tensor, size: int) -> Any:
+def by_hand(loss, nets, params, x, size):
     """The loop that the engine stands for, by ``torch.autograd`` and without checkpoints.
 
     In float64 the engine's powers of two change no bit; a single microbatch passes untouched.

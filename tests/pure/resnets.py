@@ -1,17 +1,14 @@
 """Residual networks in the style of torchvision, of any width, and other nets with BatchNorm."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 
 class Basic(nn.Module):
     expansion = 1
 
-    def __init__(self, inside: int, width: int, stride: int) -> None:
+    def __init__(self, inside, width, stride):
         super().__init__()
         self.conv1 = nn.Conv2d(inside, width, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -20,7 +17,7 @@ class Basic(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = downsample(inside, width, stride)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         identity = x
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
@@ -33,7 +30,7 @@ class Basic(nn.Module):
 class Bottleneck(nn.Module):
     expansion = 4
 
-    def __init__(self, inside: int, width: int, stride: int) -> None:
+    def __init__(self, inside, width, stride):
         super().__init__()
         self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -44,7 +41,7 @@ class Bottleneck(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample(inside, 4 * width, stride)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         identity = x
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
@@ -55,16 +52,14 @@ class Bottleneck(nn.Module):
         return self.relu(out)
 
 
-def downsample(inside: int, outside: int, stride: int) -> nn.Module | None:
+def downsample(inside, outside, stride):
     if stride == 1 and inside == outside:
         return None
     return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
 
 class ResNet(nn.Module):
-    def __init__(
-        self, block: type[Basic | Bottleneck], layers: Sequence[int], width: int, classes: int = 10
-    ) -> None:
+    def __init__(self, block, layers, width, classes=10):
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -82,17 +77,17 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inside, classes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def resnet18(width: int) -> ResNet:
+def resnet18(width):
     return ResNet(Basic, [2, 2, 2, 2], width)
 
 
-def resnet101(width: int) -> ResNet:
+def resnet101(width):
     return ResNet(Bottleneck, [3, 4, 23, 3], width)
 
 
@@ -102,14 +97,14 @@ def resnet101(width: int) -> ResNet:
 class Dense(nn.Module):
     """DenseNet: each layer normalises all that came before it, side by side."""
 
-    def __init__(self, width: int = 3, layers: int = 3) -> None:
+    def __init__(self, width=3, layers=3):
         super().__init__()
         self.norms = nn.ModuleList([nn.BatchNorm2d(width * i) for i in range(1, layers + 1)])
         self.convs = nn.ModuleList(
             [nn.Conv2d(width * i, width, 3, padding=1, bias=False) for i in range(1, layers + 1)]
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         features = [x]
         for norm, conv in zip(self.norms, self.convs, strict=True):
             features.append(conv(F.relu_(norm(torch.cat(features, 1)))))
@@ -119,13 +114,13 @@ class Dense(nn.Module):
 class UNet(nn.Module):
     """Down, up to the size that it had, and the skip beside it."""
 
-    def __init__(self, width: int = 3) -> None:
+    def __init__(self, width=3):
         super().__init__()
         self.down = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width))
         self.deep = nn.Sequential(nn.Conv2d(width, width, 3, 2), nn.BatchNorm2d(width), nn.GELU())
         self.up = nn.Sequential(nn.Conv2d(2 * width, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         size = x.shape[-2:]  # a size that goes through all levels
         skip = self.down(x).relu()
         deep = F.interpolate(self.deep(skip), size=size)
@@ -135,7 +130,7 @@ class UNet(nn.Module):
 class InvertedResidual(nn.Module):
     """MobileNet: wide inside, depthwise, and linear at the end; hard swish in place."""
 
-    def __init__(self, width: int = 3, expand: int = 2) -> None:
+    def __init__(self, width=3, expand=2):
         super().__init__()
         wide = width * expand
         self.conv = nn.Sequential(
@@ -149,20 +144,20 @@ class InvertedResidual(nn.Module):
             nn.BatchNorm2d(width),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x + self.conv(x)).mean((2, 3))
 
 
 class TwoInputs(nn.Module):
     """One by position and one by name, needed only at the end; a flag, and a tree or None."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.left = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3))
         self.norm = nn.BatchNorm1d(3)
         self.right = nn.Linear(2, 3)
 
-    def forward(self, x: Tensor, *, side: Tensor, twice: bool = False, skip: Any = None) -> Tensor:
+    def forward(self, x, *, side, twice=False, skip=None):
         x = self.norm(self.left(x)) * torch.sigmoid(self.right(side))
         if twice:
             x = self.norm(x)
@@ -174,12 +169,12 @@ class TwoInputs(nn.Module):
 class Several(nn.Module):
     """The output is a tree, with parts of all levels, the input and None among them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
         self.second, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4)
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
+    def forward(self, x):
         early = self.first(x).exp()
         middle = self.second(self.norm(early))
         deep = self.last(middle)
@@ -189,11 +184,11 @@ class Several(nn.Module):
 class Reshaping(nn.Module):
     """The number of rows is read before the first BatchNorm and used behind the last."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norms = nn.ModuleList([nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(36)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         rows, channels = x.shape[0], x.size(1)
         x = self.norms[0](x).sin()
         flat = x.reshape(rows, channels, -1).chunk(2, 2)
@@ -204,11 +199,11 @@ class Reshaping(nn.Module):
 class BatchNormAct2d(nn.BatchNorm2d):
     """timm's: a BatchNorm with its activation, whose forward is torch's with more at its end."""
 
-    def __init__(self, width: int, **knobs: Any) -> None:
+    def __init__(self, width, **knobs):
         super().__init__(width, **knobs)
         self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
         exponential_average_factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -238,14 +233,14 @@ class BatchNormAct2d(nn.BatchNorm2d):
 class Clipped(nn.BatchNorm2d):
     """A subclass that calls torch's forward."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input):
         return super().forward(input).clamp(-1, 1)
 
 
 class Timm(nn.Module):
     """Subclasses of BatchNorm with forwards of their own, one of them frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(3, 4, 3, bias=False),
@@ -259,14 +254,14 @@ class Timm(nn.Module):
             Clipped(2, affine=False),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.body(x).mean((2, 3))
 
 
 class StandardisedConv2d(nn.Conv2d):
     """timm's ``StdConv2d``: the weight is standardised by a batch norm, of no batch."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input):
         weight = F.batch_norm(
             self.weight.reshape(1, self.out_channels, -1), None, None, training=True, momentum=0.0
         ).reshape_as(self.weight)
@@ -276,7 +271,7 @@ class StandardisedConv2d(nn.Conv2d):
 class Standardised(nn.Module):
     """Standardised weights, beside a BatchNorm and under a parametrization of its weight."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
             StandardisedConv2d(3, 4, 3),
@@ -288,21 +283,21 @@ class Standardised(nn.Module):
         nn.utils.parametrize.register_parametrization(self.body[1], "weight", nn.Softplus())
         nn.init.normal_(self.body[1].bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.body(x).mean((2, 3))
 
 
 class OwnFunction(nn.Module):
     """A batch norm that is called as a function, with running statistics and without."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
         self.scale = nn.Parameter(torch.linspace(0.5, 2, 4))
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("var", torch.ones(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = F.batch_norm(self.conv(x), self.mean, self.var, self.scale, training=True, momentum=0.3)
         x = F.batch_norm(x.sin(), None, None, None, self.scale.exp(), True, eps=1e-2)
         return x.mean((2, 3))
@@ -311,7 +306,7 @@ class OwnFunction(nn.Module):
 class Shared(nn.Module):
     """Two BatchNorms called twice, one weight in two layers, one layer at two places."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4, momentum=0.3)
         self.mean = nn.BatchNorm1d(4, momentum=None)
@@ -321,7 +316,7 @@ class Shared(nn.Module):
         self.scale = nn.Parameter(torch.ones(4))
         self.register_buffer("mask", torch.tensor([1.0, 0.5, 0.0, 2.0]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scale = self.scale.exp() * self.mask  # of no row: computed wherever it is wanted
         x = self.norm(self.mean(self.a(x))) * scale
         x = self.norm(self.mean(self.b(x.sin()))) + scale
@@ -331,12 +326,12 @@ class Shared(nn.Module):
 class InPlace(nn.Module):
     """Writes to the input, and to what is read before it in the program and after it in levels."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b, self.c = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
         self.linear, self.act = nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x.mul_(2)
         early = self.linear(x)
         y = self.b(self.a(x.sin()))
@@ -351,7 +346,7 @@ class InPlace(nn.Module):
 class Parallel(nn.Module):
     """Branches of different depth, one of them nobody uses, and a frozen one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.short = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
         self.long = nn.Sequential(*self.layers(4), *self.layers(3), *self.layers(3))
@@ -360,9 +355,9 @@ class Parallel(nn.Module):
         )
         self.frozen = nn.BatchNorm1d(3).eval()
 
-    def layers(self, inside: int) -> list[nn.Module]:
+    def layers(self, inside):
         return [nn.Linear(inside, 3), nn.BatchNorm1d(3), nn.Softplus()]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.unused(x)
         return self.frozen(self.short(x)) * self.long(x)

@@ -5,14 +5,12 @@ e: they round the same numbers a few times more. Far from zero, at 1000 deviatio
 sums of squares would be off by a third of the variance.
 """
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum._pure.batch_norm import Share, merged_shares, moments_of, share_of_rows
@@ -30,7 +28,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-def data(seed: int, shape: tuple[int, ...], shift: float, dtype: torch.dtype) -> Any:
+def data(seed, shape, shift, dtype):
     """The numbers themselves are what they are in the dtype: float64 gets the same ones."""
     g = generator(seed)
     x = torch.randn(ROWS, CHANNELS, *shape, generator=g, dtype=torch.float64) + shift
@@ -46,7 +44,7 @@ def data(seed: int, shape: tuple[int, ...], shift: float, dtype: torch.dtype) ->
 class Norm(nn.Module):
     """Something before the norm whose gradient passes through the moments."""
 
-    def __init__(self, params: Any, buffers: Any = None, names: Any = "both", **knobs: Any) -> None:
+    def __init__(self, params, buffers=None, names="both", **knobs):
         super().__init__()
         for name, p in params.items():
             setattr(self, name, nn.Parameter(p))
@@ -54,39 +52,37 @@ class Norm(nn.Module):
             self.register_buffer(name, None if buffers is None else buffers[name])
         self.names, self.knobs = names, knobs
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weight = self.weight if self.names in ("both", "weight") else None
         bias = self.bias if self.names in ("both", "bias") else None
         h = x * self.scale
         return F.batch_norm(h, self.mean, self.var, weight, bias, training=True, **self.knobs)
 
 
-def total(h: Tensor, batch: Any) -> Tensor:
+def total(h, batch):
     return (h * batch["y"]).sum() / h.numel() + (h**3).mean()
 
 
-def whole(params: Any, batch: Any) -> Tensor:
+def whole(params, batch):
     h = batch["x"] * params["scale"]
     h = F.batch_norm(h, None, None, params["weight"], params["bias"], training=True)
     return total(h, batch)
 
 
-def cut(params: Any, size: Any) -> Any:
+def cut(params, size):
     """The loss of parameters and batch."""
     fn = pa.functional(Norm(params), microbatch_size=size)
     return lambda params, batch: total(fn.apply(params, (), batch["x"])[0], batch)
 
 
-def distance(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+def distance(got, truth):
     return float(sum((got[k].double() - truth[k]).norm() ** 2 for k in truth) ** 0.5)
 
 
 @shapes
 @examples(1 / 2)
 @given(st.data(), seeds(), st.sampled_from([0.0, 3.0]))
-def test_in_float64_batch_norm_in_microbatches_is_the_full_batch_s(
-    shape: Any, data_: st.DataObject, seed: int, shift: float
-) -> None:
+def test_in_float64_batch_norm_in_microbatches_is_the_full_batch_s(shape, data_, seed, shift):
     params, batch = data(seed, shape, shift, torch.float64)
     want, want_value = torch.func.grad_and_value(whole)(params, batch)
     loss = cut(params, data_.draw(compositions(ROWS)))
@@ -98,7 +94,7 @@ def test_in_float64_batch_norm_in_microbatches_is_the_full_batch_s(
 
 @shapes
 @pytest.mark.parametrize("size", [1, 5, 12])
-def test_a_thousand_deviations_from_zero_it_is_as_near_to_the_truth(shape: Any, size: int) -> None:
+def test_a_thousand_deviations_from_zero_it_is_as_near_to_the_truth(shape, size):
     """Over seeds, since one may be lucky; both are compared with the truth in float64."""
     ours = full = 0.0
     for seed in range(8):
@@ -118,15 +114,13 @@ def test_a_thousand_deviations_from_zero_it_is_as_near_to_the_truth(shape: Any, 
     st.sampled_from([0.0, 1000.0]),
     st.sampled_from([*SHAPES.values()]),
 )
-def test_moments_merge_in_any_grouping(
-    dtype: torch.dtype, cut: Any, seed: int, shift: float, shape: Any
-) -> None:
+def test_moments_merge_in_any_grouping(dtype, cut, seed, shift, shape):
     """Of numbers of size A, each mean is off by u A; squares of deviations by a few u of them."""
     sizes, tree = cut
     x = data(seed, shape, shift, dtype)[1]["x"]
     columns, each = x.double().transpose(0, 1).flatten(1), x[0, 0].numel()
 
-    def at(tree: Any) -> tuple[Share, int]:
+    def at(tree):
         if isinstance(tree, int):
             part = x.split(sizes)[tree]
             return share_of_rows(part, part.dim(), dtype), len(part) * each
@@ -149,7 +143,7 @@ def test_moments_merge_in_any_grouping(
     assert ((got.var * n - squares).abs() <= allowed).all()
 
 
-def test_sums_of_squares_would_be_far_off() -> None:
+def test_sums_of_squares_would_be_far_off():
     """The control for the two above: a third of the variance is lost."""
     x = data(0, (), 1000.0, torch.float32)[1]["x"]
     var = x.double().var(0, correction=0)
@@ -166,14 +160,7 @@ def test_sums_of_squares_would_be_far_off() -> None:
 @shapes
 @examples(1 / 4)
 @given(st.data(), seeds(), st.sampled_from([0.0, 1000.0]), st.sampled_from([0.1, 0.75, 1.0]))
-def test_running_statistics_are_the_full_batch_s(
-    dtype: torch.dtype,
-    shape: Any,
-    data_: st.DataObject,
-    seed: int,
-    shift: float,
-    momentum: float,
-) -> None:
+def test_running_statistics_are_the_full_batch_s(dtype, shape, data_, seed, shift, momentum):
     """Through a step, with what the buffers held before."""
     params, batch = data(seed, shape, shift, dtype)
     g = generator(seed)
@@ -202,17 +189,10 @@ def test_running_statistics_are_the_full_batch_s(
         assert ((got.double() - full[name].double()).abs() <= allowed).all(), name
 
 
-def stepping(
-    params: Any,
-    buffers: Any,
-    size: int,
-    policy: str = "sequential",
-    weight: Any = None,
-    **knobs: Any,
-) -> Any:
+def stepping(params, buffers, size, policy="sequential", weight=None, **knobs):
     fn = pa.functional(Norm(params, buffers, **knobs), microbatch_size=size)
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         h, new = fn.apply(params, buffers, batch["x"])
         if weight is None:
             return total(h, batch), new
@@ -222,7 +202,7 @@ def stepping(
 
 
 @pytest.mark.parametrize(("policy", "weight"), [("sequential", 0.0), ("freeze", None)])
-def test_statistics_stay_without_a_weight_or_frozen(policy: str, weight: Any) -> None:
+def test_statistics_stay_without_a_weight_or_frozen(policy, weight):
     """Where a step has no weight, and where buffers are frozen."""
     params, batch = data(0, (), 1.0, torch.float32)
     buffers = {"mean": torch.zeros(CHANNELS), "var": torch.ones(CHANNELS)}
@@ -237,13 +217,13 @@ def test_statistics_stay_without_a_weight_or_frozen(policy: str, weight: Any) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @shapes
-def test_boundaries_may_be_narrow(dtype: torch.dtype, shape: Any) -> None:
+def test_boundaries_may_be_narrow(dtype, shape):
     """Moments are wide, whatever the rows are; rows are rounded once."""
     params, batch = data(0, shape, 3.0, torch.float32)
     batch = {k: x.to(dtype) for k, x in batch.items()}
 
     class Narrow(Norm):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return F.batch_norm(x, None, None, self.weight, self.bias, training=True)
 
     fn = pa.functional(Narrow(params), microbatch_size=5)
@@ -254,11 +234,11 @@ def test_boundaries_may_be_narrow(dtype: torch.dtype, shape: Any) -> None:
     unit = float(torch.finfo(dtype).eps) / 2
     assert ((got.double() - want).abs() <= 1.01 * unit * want.abs() + 1e-5).all()
 
-    def loss(params: Any) -> Tensor:
+    def loss(params):
         out, _ = fn.apply(params, (), batch["x"])
         return (out.float() * params["scale"]).square().mean()
 
-    def true(params: Any) -> Tensor:
+    def true(params):
         out = F.batch_norm(wide[1]["x"], None, None, params["weight"], params["bias"], True)
         return (out * params["scale"]).square().mean()
 
@@ -272,7 +252,7 @@ def test_boundaries_may_be_narrow(dtype: torch.dtype, shape: Any) -> None:
 
 @pytest.mark.parametrize("names", ["both", "weight", "bias", "neither"])
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
-def test_affine_and_eps_are_those_of_torch(names: str, eps: float) -> None:
+def test_affine_and_eps_are_those_of_torch(names, eps):
     params, batch = data(1, (2,), 1.0, torch.float64)
     module = Norm(params, names=names, eps=eps)
     ours, full = (pa.functional(module, microbatch_size=size) for size in (5, None))
@@ -283,7 +263,7 @@ def test_affine_and_eps_are_those_of_torch(names: str, eps: float) -> None:
     assert distance(grads, want) <= 1e-10
 
 
-def test_one_value_for_each_channel_is_refused_as_torch_does() -> None:
+def test_one_value_for_each_channel_is_refused_as_torch_does():
     params, batch = data(1, (), 1.0, torch.float64)
     loss = cut(params, 1)
     with pytest.raises(ValueError, match="more than one value per channel"):

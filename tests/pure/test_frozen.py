@@ -1,14 +1,11 @@
 """What does not require a gradient in a module is never trained, decayed or taken for another's."""
 
-from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
@@ -23,30 +20,30 @@ X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.ara
 class Lora(nn.Module):
     """A frozen layer and what is learned beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base = nn.Linear(4, 3).requires_grad_(False)
         self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.up(self.down(x))
 
 
-def transfer() -> nn.Module:
+def transfer():
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     for part in net[:2]:
         part.requires_grad_(False).eval()
     return net
 
 
-def bias_only() -> nn.Module:
+def bias_only():
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     for name, p in net.named_parameters():
         p.requires_grad_(name.endswith("bias"))
     return net
 
 
-NETS: dict[str, Callable[[], nn.Module]] = {
+NETS = {
     "transfer": transfer,
     "lora": Lora,
     "biases": bias_only,
@@ -55,7 +52,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 every_net = pytest.mark.parametrize("make", NETS.values(), ids=NETS)
 
 
-def loss_of(fn: Any) -> Callable[..., Any]:
+def loss_of(fn):
     return lambda p, b: F.cross_entropy(fn.apply(p, fn.buffers, b[0])[0], b[1])
 
 
@@ -67,7 +64,7 @@ def loss_of(fn: Any) -> Callable[..., Any]:
         (pa.sgd(0.1, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.1)),
     ],
 )
-def test_a_run_is_the_run_of_torch(make: Any, ours: Any, theirs: Any) -> None:
+def test_a_run_is_the_run_of_torch(make, ours, theirs):
     """In which a gradient is None for what is frozen, and an optimizer leaves that alone."""
     net = make().double()
     fn, other = pa.functional(net), deepcopy(net)
@@ -90,7 +87,7 @@ def test_a_run_is_the_run_of_torch(make: Any, ours: Any, theirs: Any) -> None:
 
 
 @every_net
-def test_params_and_frozen_are_all_parameters_and_detached(make: Any) -> None:
+def test_params_and_frozen_are_all_parameters_and_detached(make):
     net = make()
     fn = pa.functional(net)
     own = dict(net.named_parameters())
@@ -102,7 +99,7 @@ def test_params_and_frozen_are_all_parameters_and_detached(make: Any) -> None:
         assert (name in fn.params) is own[name].requires_grad
 
 
-def test_frozen_parameters_that_are_given_are_taken() -> None:
+def test_frozen_parameters_that_are_given_are_taken():
     net = Lora()
     fn = pa.functional(net)
     for none in ((), {}):
@@ -117,12 +114,12 @@ def test_frozen_parameters_that_are_given_are_taken() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-def test_a_policy_casts_what_is_frozen_too(dtype: torch.dtype, engine: Any) -> None:
+def test_a_policy_casts_what_is_frozen_too(dtype, engine):
     """LoRA in bf16: as a module that is cast as a whole, with float32 masters."""
     net = Lora()
     fn, cast = pa.functional(net), deepcopy(net).to(dtype)
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return fn.apply(p, (), x)[0].square().mean()
 
     step = pa.make_step(loss, pa.sgd(1.0), policy=pa.Policy(compute=dtype), engine=engine)
@@ -135,14 +132,14 @@ def test_a_policy_casts_what_is_frozen_too(dtype: torch.dtype, engine: Any) -> N
             assert torch.equal(state.params[name], fn.params[name] - p.grad.float())
 
 
-def test_a_teacher_may_be_frozen_as_a_whole() -> None:
+def test_a_teacher_may_be_frozen_as_a_whole():
     student, teacher = (
         pa.functional(nn.Linear(4, 3)),
         pa.functional(transfer().requires_grad_(False)),
     )
     assert teacher.params == {}
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         want, _ = teacher.apply({}, teacher.buffers, x)
         return (student.apply(p, (), x)[0] - want).square().mean()
 
@@ -155,12 +152,12 @@ def test_a_teacher_may_be_frozen_as_a_whole() -> None:
         step.init(teacher.params)
 
 
-def test_members_that_are_frozen_apart_are_not_taken_for_one_another() -> None:
+def test_members_that_are_frozen_apart_are_not_taken_for_one_another():
     members = [pa.functional(Lora()) for _ in range(3)]
     apply = members[0].apply
     params = pa.stack([fn.params for fn in members])
 
-    def out(p: Any, *frozen: Any) -> Tensor:
+    def out(p, *frozen):
         return apply({**(frozen[0] if frozen else {}), **p}, (), X)[0]
 
     with refused(ValueError, "params['base.weight'] is frozen", "stack([fn.frozen for fn in"):
@@ -172,7 +169,7 @@ def test_members_that_are_frozen_apart_are_not_taken_for_one_another() -> None:
         torch.testing.assert_close(shared[i], apply(fn.params, (), X)[0])
 
 
-def test_an_ensemble_may_be_frozen_apart() -> None:
+def test_an_ensemble_may_be_frozen_apart():
     """Their frozen parts ride along as rows do not: by an argument of the loss."""
     members = [pa.functional(Lora()) for _ in range(2)]
     step = pa.make_step(loss_of(members[0]), pa.sgd(0.1), microbatch_size=4)
@@ -181,11 +178,11 @@ def test_an_ensemble_may_be_frozen_apart() -> None:
         torch.func.vmap(step, (0, None))(stacked, (X, Y))
 
 
-def test_samples_are_not_taken_for_members() -> None:
+def test_samples_are_not_taken_for_members():
     """Under a vmap over rows alone nobody has to say anything."""
     fn = pa.functional(Lora())
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return fn.apply(p, (), x)[0].square().mean()
 
     each = pa.per_sample_grad(loss)(fn.params, X)
@@ -194,7 +191,7 @@ def test_samples_are_not_taken_for_members() -> None:
         torch.testing.assert_close(x.mean(0), mean[name], rtol=0, atol=2**-20)
 
 
-def test_a_run_is_saved_and_resumed_without_what_is_frozen(tmp_path: Path) -> None:
+def test_a_run_is_saved_and_resumed_without_what_is_frozen(tmp_path):
     net = Lora()
     fn = pa.functional(net)
     step = pa.make_step(loss_of(fn), pa.adamw(0.1), microbatch_size=4)
@@ -206,7 +203,7 @@ def test_a_run_is_saved_and_resumed_without_what_is_frozen(tmp_path: Path) -> No
     assert_trees_bitwise_equal(other(loaded, (X, Y))[0], step(state, (X, Y))[0])
 
 
-def test_a_whole_batch_in_microbatches_leaves_frozen_layers_alone() -> None:
+def test_a_whole_batch_in_microbatches_leaves_frozen_layers_alone():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     net[0].requires_grad_(False)
     cut, whole = pa.functional(net, microbatch_size=5), pa.functional(net)
@@ -224,7 +221,7 @@ def test_a_whole_batch_in_microbatches_leaves_frozen_layers_alone() -> None:
 # What is changed afterwards -------------------------------------------------------------
 
 
-def test_what_is_frozen_or_thawed_later_is_noticed() -> None:
+def test_what_is_frozen_or_thawed_later_is_noticed():
     net = Lora()
     fn = pa.functional(net)
     net.down.requires_grad_(False)
@@ -238,7 +235,7 @@ def test_what_is_frozen_or_thawed_later_is_noticed() -> None:
         pa.grad(loss_of(fn), microbatch_size=4)(fn.params, (X, Y))
 
 
-CHANGES: dict[str, tuple[Callable[[Lora], Any], str]] = {
+CHANGES = {
     "another parameter": (
         lambda net: setattr(net.up, "weight", nn.Parameter(torch.ones(3, 2))),
         "module.up (Linear)",
@@ -254,7 +251,7 @@ CHANGES: dict[str, tuple[Callable[[Lora], Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "where"), CHANGES.values(), ids=CHANGES)
-def test_a_module_that_was_changed_since_is_noticed(change: Any, where: str) -> None:
+def test_a_module_that_was_changed_since_is_noticed(change, where):
     net = Lora()
     fn = pa.functional(net)
     fn.apply(fn.params, (), X)
@@ -263,7 +260,7 @@ def test_a_module_that_was_changed_since_is_noticed(change: Any, where: str) -> 
         fn.apply(fn.params, (), X)
 
 
-def test_hooks_on_parameters_are_refused() -> None:
+def test_hooks_on_parameters_are_refused():
     """Nobody would call them: a masked gradient would not be masked."""
     net = Lora()
     for register in ("register_hook", "register_post_accumulate_grad_hook"):

@@ -1,18 +1,15 @@
 """``functional(module).apply`` is the module: outputs, gradients and buffers, in bits."""
 
-from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
-from pureaccum._pure.functional import Functional, functional
+from pureaccum._pure.functional import functional
 from pureaccum._step.buffers import (
-    Threading,
     advance_buffers,
     begin_buffers,
     collect_buffers,
@@ -28,14 +25,14 @@ pytestmark = pytest.mark.parity
 class Counting(nn.Module):
     """Buffers that are assigned anew, written in place, absent, and not saved."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 3))
         self.register_buffer("calls", torch.tensor(0))
         self.register_buffer("nothing", None)
         self.register_buffer("mean", torch.zeros(3), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls = self.calls + 1
         self.mean.mul_(0.5).add_(x.detach().mean(0))
         return x @ self.weight + self.mean
@@ -44,7 +41,7 @@ class Counting(nn.Module):
 class Tied(nn.Module):
     """A weight in two layers, a layer and a weight under two names, a buffer in two modules."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
         self.second.weight = self.first.weight
@@ -54,12 +51,12 @@ class Tied(nn.Module):
         self.one, self.other = Counting(), Counting()
         self.other.mean = self.one.mean
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.again(self.second(self.norm(self.first(x)) * self.scale) * self.same)
         return self.other(self.one(h))
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {
+MODULES = {
     "1d": lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)),
     "2d": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 1, 3)), nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten()
@@ -83,31 +80,31 @@ policies = pytest.mark.parametrize("policy", ["freeze", "sequential", "pooled"])
 
 
 @pytest.fixture(autouse=True)
-def wide() -> Iterator[None]:
+def wide():
     """``module.double()`` would part buffers that are tied."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
-def make(name: str) -> tuple[Functional, nn.Module]:
+def make(name):
     """A module as a function, and a copy that is called as modules are."""
     module = MODULES[name]()
     return functional(module), deepcopy(module)
 
 
-def rows(count: int = 7) -> Tensor:
+def rows(count=7):
     return torch.randn(count, 3)
 
 
-def own(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def own(module):
     """A copy of what a module holds."""
     both = module.named_parameters(), module.named_buffers()
     params, buffers = ({k: x.detach().clone() for k, x in named} for named in both)
     return params, buffers
 
 
-def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def gradients(module, x):
     """What ``.backward()`` leaves for the sum of squares."""
     module.zero_grad()
     out = module(x)
@@ -116,21 +113,14 @@ def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {k: p.grad for k, p in module.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(name: str, got: Any, want: Any) -> None:
+def assert_same_gradients(name, got, want):
     (assert_close if name in INEXACT else assert_trees_bitwise_equal)(got, want)
 
 
-def through(
-    fn: Functional,
-    policy: Threading,
-    params: Any,
-    buffers: Any,
-    parts: Iterable[Tensor],
-    keeps: Iterable[bool | None] | None = None,
-) -> tuple[list[Any], Any]:
+def through(fn, policy, params, buffers, parts, keeps=None):
     """What a step does with buffers, and the gradient of each microbatch."""
 
-    def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+    def loss(params, buffers, x):
         with watching(policy) as seen:
             out, new_buffers = fn.apply(params, buffers, x)
         return (out * out).sum(), collect_buffers(policy, seen, new_buffers, buffers)
@@ -147,7 +137,7 @@ def through(
 
 @every_module
 @pytest.mark.parametrize("train", [True, False])
-def test_a_call_is_the_module_s(name: str, train: bool) -> None:
+def test_a_call_is_the_module_s(name, train):
     """The mode is the one at the time of the call."""
     module = MODULES[name]()
     fn, other, x = functional(module), deepcopy(module).train(train), rows()
@@ -158,11 +148,11 @@ def test_a_call_is_the_module_s(name: str, train: bool) -> None:
 
 
 @every_module
-def test_gradients_are_the_module_s(name: str) -> None:
+def test_gradients_are_the_module_s(name):
     fn, other = make(name)
     x = rows()
 
-    def loss(params: Any, buffers: Any) -> Any:
+    def loss(params, buffers):
         out, new_buffers = fn.apply(params, buffers, x)
         return (out * out).sum(), new_buffers
 
@@ -172,7 +162,7 @@ def test_gradients_are_the_module_s(name: str) -> None:
 
 
 @every_module
-def test_sequentially_is_a_loop_of_calls(name: str) -> None:
+def test_sequentially_is_a_loop_of_calls(name):
     fn, other = make(name)
     x = rows(11)
     parts = x.split([4, 2, 5])
@@ -183,7 +173,7 @@ def test_sequentially_is_a_loop_of_calls(name: str) -> None:
 
 
 @every_module
-def test_sequentially_a_microbatch_that_does_not_count_leaves_no_trace(name: str) -> None:
+def test_sequentially_a_microbatch_that_does_not_count_leaves_no_trace(name):
     """It may be NaN."""
     fn, other = make(name)
     x = rows(11)
@@ -196,14 +186,14 @@ def test_sequentially_a_microbatch_that_does_not_count_leaves_no_trace(name: str
 
 
 @every_module
-def test_frozen_buffers_stay(name: str) -> None:
+def test_frozen_buffers_stay(name):
     fn, _ = make(name)
     before = {k: x.clone() for k, x in fn.buffers.items()}
     _, buffers = through(fn, "freeze", fn.params, fn.buffers, rows(6).split(3), [True, None])
     assert_trees_bitwise_equal(buffers, before)
 
 
-def test_layers_that_are_not_batch_norm_go_sequentially_when_pooled() -> None:
+def test_layers_that_are_not_batch_norm_go_sequentially_when_pooled():
     fn, other = make("instance norm")
     parts = rows(9).split(3)
     _, buffers = through(fn, "pooled", fn.params, fn.buffers, parts)
@@ -212,14 +202,14 @@ def test_layers_that_are_not_batch_norm_go_sequentially_when_pooled() -> None:
     assert_trees_bitwise_equal(buffers, own(other)[1])
 
 
-def test_a_layer_that_is_not_training_is_not_changed_when_pooled() -> None:
+def test_a_layer_that_is_not_training_is_not_changed_when_pooled():
     fn = functional(nn.BatchNorm1d(3).eval())
     buffers = {**fn.buffers, "running_var": torch.full((3,), torch.inf)}
     _, left = through(fn, "pooled", fn.params, buffers, rows(9).split(3))
     assert_trees_bitwise_equal(left, buffers)
 
 
-def test_part_of_the_parameters_may_be_given() -> None:
+def test_part_of_the_parameters_may_be_given():
     """The others are the module's own."""
     fn, other = make("1d")
     x, head = rows(), {k: p * 2 for k, p in fn.params.items() if k.startswith("3.")}
@@ -229,7 +219,7 @@ def test_part_of_the_parameters_may_be_given() -> None:
     assert_trees_bitwise_equal(fn.apply(head, fn.buffers, x)[0], other(x))
 
 
-def test_tied_parameters_are_one_leaf() -> None:
+def test_tied_parameters_are_one_leaf():
     fn, _ = make("tied")
     names = {"second.weight", "same", "again.weight", "again.running_mean", "other.mean"}
     assert not names & (fn.params.keys() | fn.buffers.keys())
@@ -239,9 +229,9 @@ def test_tied_parameters_are_one_leaf() -> None:
     assert "nothing" not in functional(Counting()).buffers
 
 
-def test_a_module_may_have_keywords_and_several_outputs() -> None:
+def test_a_module_may_have_keywords_and_several_outputs():
     class Pair(nn.Module):
-        def forward(self, params: Tensor, *, buffers: Tensor) -> Any:
+        def forward(self, params, *, buffers):
             return {"both": (params, buffers)}
 
     fn = functional(Pair())
@@ -252,7 +242,7 @@ def test_a_module_may_have_keywords_and_several_outputs() -> None:
 
 @policies
 @pytest.mark.parametrize("name", ["1d", "2d", "reassigned", "tied"])
-def test_vmap_over_models_is_a_loop_over_them(name: str, policy: Threading) -> None:
+def test_vmap_over_models_is_a_loop_over_them(name, policy):
     """Up to the order of sums in batched kernels."""
     if name == "tied" and policy == "pooled":
         policy = "sequential"  # its BatchNorm is called twice
@@ -270,7 +260,7 @@ def test_vmap_over_models_is_a_loop_over_them(name: str, policy: Threading) -> N
             assert_close({k: x[i] for k, x in mine.items()}, each)
 
 
-def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+def assert_close(got, want):
     """Two ways through the same float64 arithmetic: they agree to sqrt(u) of the largest."""
     scale = max(float(x.double().norm()) for x in want.values())
     assert got.keys() == want.keys()
@@ -279,7 +269,7 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert (got[k] - x).double().norm() <= 2**-26.5 * scale, k
 
 
-def test_a_linear_layer_has_its_tangent() -> None:
+def test_a_linear_layer_has_its_tangent():
     """A linear layer is linear in its parameters."""
     fn, x = functional(nn.Linear(3, 2)), rows()
     tangents = {k: torch.randn_like(p) for k, p in fn.params.items()}
@@ -292,11 +282,11 @@ RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 @policies
 @pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo cannot compare structures before")
-def test_microbatches_through_a_module_compile_into_one_graph(policy: Threading) -> None:
+def test_microbatches_through_a_module_compile_into_one_graph(policy):
     fn, _ = make("1d")
     parts = rows(9).split([4, 5])
 
-    def run(params: Any, buffers: Any, *parts: Tensor) -> Any:
+    def run(params, buffers, *parts):
         return through(fn, policy, params, buffers, parts)
 
     torch.compiler.reset()

@@ -1,12 +1,9 @@
 """A module that is called as a function stays as it was, and so does everything it is given."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from pureaccum._pure.functional import functional
 from pureaccum._step.buffers import begin_buffers, collect_buffers, watching
@@ -25,22 +22,22 @@ NOT_MAPPED = ("cumulative", "weight norm", "spectral norm")
 class Twice(nn.Module):
     """One layer under two names: torch's own way with ties would leave it changed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = self.second = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(torch.tanh(self.first(x)))
 
 
 ALL = MODULES | {"twice": Twice}
 
 
-def batch(rows: int = 6) -> Tensor:
+def batch(rows=6):
     return torch.randn(rows, 3)
 
 
-def prepared(make: Callable[[], nn.Module]) -> Any:
+def prepared(make):
     """Hooks, and gradients of a life before; other parameters and buffers to call it with."""
     module = make()
     module.register_forward_hook(lambda *_: None)
@@ -50,14 +47,14 @@ def prepared(make: Callable[[], nn.Module]) -> Any:
     return module, *own(make())
 
 
-def calls(module: nn.Module) -> dict[str, Callable[..., Any]]:
+def calls(module):
     fn = functional(module)
 
-    def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+    def loss(params, buffers, x):
         out, new_buffers = fn.apply(params, buffers, x)
         return (out * out).sum(), new_buffers
 
-    def backward(params: Any, buffers: Any, x: Tensor) -> Any:
+    def backward(params, buffers, x):
         leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
         value, _ = loss(leaves, buffers, x)
         return torch.autograd.grad(value, list(leaves.values())) if leaves else value
@@ -82,7 +79,7 @@ def calls(module: nn.Module) -> dict[str, Callable[..., Any]]:
         if call != "vmap" or name not in NOT_MAPPED
     ],
 )
-def test_a_call_of_a_functional_changes_nothing(name: str, call: str) -> None:
+def test_a_call_of_a_functional_changes_nothing(name, call):
     for train in (True, False):
         module, params, buffers = prepared(ALL[name])
         module.train(train)
@@ -93,7 +90,7 @@ def test_a_call_of_a_functional_changes_nothing(name: str, call: str) -> None:
 
 
 @every_module
-def test_a_call_with_its_own_tensors_changes_nothing(name: str) -> None:
+def test_a_call_with_its_own_tensors_changes_nothing(name):
     module, _, _ = prepared(MODULES[name])
     fn, x = functional(module), batch()
     with unchanged(module, fn.params, fn.buffers, x):
@@ -102,7 +99,7 @@ def test_a_call_with_its_own_tensors_changes_nothing(name: str) -> None:
 
 @policies
 @every_module
-def test_microbatches_change_nothing(name: str, policy: Any) -> None:
+def test_microbatches_change_nothing(name, policy):
     if name == "tied" and policy == "pooled":
         pytest.skip("its BatchNorm is called twice")
     for keep in (None, True, False):
@@ -114,10 +111,10 @@ def test_microbatches_change_nothing(name: str, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_call_that_fails_changes_nothing(name: str) -> None:
+def test_a_call_that_fails_changes_nothing(name):
     module, params, buffers = prepared(ALL[name])
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise BoomError
 
     handle, x = module.register_forward_hook(fail), batch()
@@ -129,14 +126,14 @@ def test_a_call_that_fails_changes_nothing(name: str) -> None:
 
 
 @every_module
-def test_what_comes_out_shares_no_memory_with_what_went_in(name: str) -> None:
+def test_what_comes_out_shares_no_memory_with_what_went_in(name):
     module, params, buffers = prepared(MODULES[name])
     _, new_buffers = functional(module).apply(params, buffers, batch())
     held = {x.data_ptr() for x in [*buffers.values(), *module.buffers()]}
     assert not held & {x.data_ptr() for x in new_buffers.values()}
 
 
-def test_params_and_buffers_are_views_of_the_module_s_that_record_nothing() -> None:
+def test_params_and_buffers_are_views_of_the_module_s_that_record_nothing():
     module = MODULES["1d"]()
     fn = functional(module)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -145,7 +142,7 @@ def test_params_and_buffers_are_views_of_the_module_s_that_record_nothing() -> N
         assert not view.requires_grad
 
 
-def test_statistics_are_watched_inside_and_no_longer() -> None:
+def test_statistics_are_watched_inside_and_no_longer():
     """Inside they are kept, not written; also after an error torch's batch norm is its own."""
     mean, var, x = torch.zeros(3), torch.ones(3), batch()
     with watching("pooled") as seen, unchanged(mean, var):
@@ -160,7 +157,7 @@ def test_statistics_are_watched_inside_and_no_longer() -> None:
     assert len(seen) == 2
 
 
-def test_batch_norm_that_keeps_nothing_is_let_through() -> None:
+def test_batch_norm_that_keeps_nothing_is_let_through():
     mean, var, x = torch.zeros(3), torch.ones(3), batch()
     with watching("pooled") as seen:
         outs = [F.batch_norm(x, mean, var), F.batch_norm(x, None, None, training=True)]
@@ -169,7 +166,7 @@ def test_batch_norm_that_keeps_nothing_is_let_through() -> None:
     assert torch.equal(outs[1], F.batch_norm(x, None, None, training=True))
 
 
-def test_what_was_collected_outlives_a_recomputation() -> None:
+def test_what_was_collected_outlives_a_recomputation():
     """A checkpoint runs a module again in the backward pass, and it writes to the same tensors."""
     fn = functional(nn.BatchNorm1d(3))
     carried = begin_buffers("sequential", fn.buffers)
@@ -180,7 +177,7 @@ def test_what_was_collected_outlives_a_recomputation() -> None:
             buffer.add_(1)
 
 
-def test_no_two_tensors_of_a_state_share_memory() -> None:
+def test_no_two_tensors_of_a_state_share_memory():
     fn = functional(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double())
     carried = begin_buffers("pooled", fn.buffers)
     _, new = through(fn, "pooled", fn.params, fn.buffers, batch(8).double().split(4))

@@ -1,12 +1,10 @@
 """Modules and states that do not belong together are refused, and so are buffers gone astray."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pureaccum._pure.functional import functional
 from pureaccum._step.buffers import begin_buffers, check_policy, collect_buffers, watching
@@ -19,13 +17,13 @@ pytestmark = pytest.mark.faults
 class Net(nn.Module):
     """Tied, and with a BatchNorm in a layer below."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.head = nn.Linear(2, 2)
         self.head.weight = self.body[0].weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.body(x))
 
 
@@ -33,7 +31,7 @@ W = "body.0.weight"
 X = torch.arange(6.0).reshape(3, 2)
 
 
-def refuses(change: Callable[[Any, Any], Any], error: type[Exception], *words: str) -> None:
+def refuses(change, error, *words):
     """What ``change`` makes of (params, buffers); under transforms it is the same error."""
     net = Net()
     fn = functional(net)
@@ -46,16 +44,16 @@ def refuses(change: Callable[[Any, Any], Any], error: type[Exception], *words: s
         torch.func.vmap(lambda x: fn.apply(params, buffers, x)[0])(X[None])
 
 
-NO_MODULES: dict[str, Any] = {"function": torch.relu, "class": nn.Linear, "state": {}, "none": None}
+NO_MODULES = {"function": torch.relu, "class": nn.Linear, "state": {}, "none": None}
 
 
 @pytest.mark.parametrize("what", NO_MODULES.values(), ids=NO_MODULES)
-def test_what_is_no_module_is_refused(what: Any) -> None:
+def test_what_is_no_module_is_refused(what):
     with refused(TypeError, type(what).__name__, "expected a torch.nn.Module"):
         functional(what)
 
 
-def wrapped(name: str, inner: nn.Module) -> nn.Module:
+def wrapped(name, inner):
     """The wrapper without the processes that it needs."""
     if name == "DataParallel":
         return nn.DataParallel(inner)
@@ -84,7 +82,7 @@ WRAPPERS = {
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize("below", [False, True])
 @pytest.mark.parametrize(("name", "words"), WRAPPERS.items(), ids=WRAPPERS)
-def test_wrapped_modules_are_refused(name: str, words: tuple[str, ...], below: bool) -> None:
+def test_wrapped_modules_are_refused(name, words, below):
     """Also where only a part is wrapped."""
     module, path = wrapped(name, Net()), "module"
     if below:
@@ -94,13 +92,13 @@ def test_wrapped_modules_are_refused(name: str, words: tuple[str, ...], below: b
         functional(module)
 
 
-def test_nothing_of_torch_distributed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_torch_distributed_is_imported(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.distributed.fsdp", raising=False)
     functional(Net())
     assert "torch.distributed.fsdp" not in sys.modules
 
 
-def test_a_lazy_module_is_refused() -> None:
+def test_a_lazy_module_is_refused():
     lazy = nn.Sequential(nn.LazyLinear(2))
     with refused(ValueError, "0.weight has no shape yet", "call the lazy module once"):
         functional(lazy)
@@ -108,7 +106,7 @@ def test_a_lazy_module_is_refused() -> None:
     functional(lazy)
 
 
-STRANGERS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
+STRANGERS = {
     "another model's": (
         lambda p, b: ({**p, "conv.weight": p[W]}, b),
         ("params['conv.weight'] is no parameter", "the first of its 5", W, "another model"),
@@ -151,11 +149,11 @@ STRANGERS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("change", "words"), STRANGERS.values(), ids=STRANGERS)
-def test_a_state_that_does_not_fit_is_refused(change: Any, words: tuple[str, ...]) -> None:
+def test_a_state_that_does_not_fit_is_refused(change, words):
     refuses(change, ValueError, *words)
 
 
-NO_STATES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
+NO_STATES = {
     "list": (lambda p, b: (list(p.values()), b), ("params is a list", "functional(module).params")),
     "module": (lambda p, b: (Net(), b), ("params is a Net", "expected a dict")),
     "None": (lambda p, b: (p, None), ("buffers is a NoneType", "functional(module).buffers")),
@@ -164,7 +162,7 @@ NO_STATES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("change", "words"), NO_STATES.values(), ids=NO_STATES)
-def test_what_is_no_state_of_a_module_is_refused(change: Any, words: tuple[str, ...]) -> None:
+def test_what_is_no_state_of_a_module_is_refused(change, words):
     if isinstance(change({}, {})[0], nn.Module):
         net, module = functional(Net()), Net()
         with refused(TypeError, *words, given=module):
@@ -173,7 +171,7 @@ def test_what_is_no_state_of_a_module_is_refused(change: Any, words: tuple[str, 
     refuses(change, TypeError, *words)
 
 
-def test_a_parameter_that_a_module_does_not_have_is_refused() -> None:
+def test_a_parameter_that_a_module_does_not_have_is_refused():
     with refused(ValueError, "params['w'] is no parameter of the module. The state of another"):
         functional(nn.ReLU()).apply({"w": X}, (), X)
 
@@ -181,7 +179,7 @@ def test_a_parameter_that_a_module_does_not_have_is_refused() -> None:
 # Buffers on their way through microbatches ----------------------------------------------
 
 
-def test_a_policy_is_one_of_three() -> None:
+def test_a_policy_is_one_of_three():
     for policy in (None, "freeze", "sequential", "pooled"):
         check_policy(policy)
     for policy in ("Pooled", "", True):
@@ -189,12 +187,12 @@ def test_a_policy_is_one_of_three() -> None:
             check_policy(policy)
 
 
-def test_buffers_are_tensors() -> None:
+def test_buffers_are_tensors():
     with refused(TypeError, "buffers['n'] is a float", "expected a tensor"):
         begin_buffers("sequential", {"n": 1.0})
 
 
-RETURNED: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]] = {
+RETURNED = {
     "nothing": (lambda b: None, ValueError, ("new_buffers['n'] is missing", "0 leaves came")),
     "one less": (lambda b: {"n": b["n"]}, ValueError, ("new_buffers['x'] is missing",)),
     "one more": (lambda b: {**b, "z": b["n"]}, ValueError, ("new_buffers['z'] is not in buffers",)),
@@ -207,9 +205,7 @@ RETURNED: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]
 
 @pytest.mark.parametrize("policy", ["freeze", "sequential", "pooled"])
 @pytest.mark.parametrize(("change", "error", "words"), RETURNED.values(), ids=RETURNED)
-def test_new_buffers_that_are_not_like_buffers_are_refused(
-    policy: Any, change: Any, error: type[Exception], words: tuple[str, ...]
-) -> None:
+def test_new_buffers_that_are_not_like_buffers_are_refused(policy, change, error, words):
     buffers = {"n": torch.tensor(3), "x": torch.ones(2)}
     new_buffers, usual = change(buffers), "With buffers, aux is (new_buffers, aux)"
     with refused(error, *words, usual, given=(buffers, new_buffers)):
@@ -217,15 +213,15 @@ def test_new_buffers_that_are_not_like_buffers_are_refused(
 
 
 class Often(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.norm(self.norm(x))
 
 
-def pooled(module: nn.Module, change: Callable[[Any], Any] = dict, calls: int = 1) -> Any:
+def pooled(module, change=dict, calls=1):
     fn = functional(module)
     with watching("pooled") as seen:
         new_buffers = fn.buffers
@@ -234,14 +230,14 @@ def pooled(module: nn.Module, change: Callable[[Any], Any] = dict, calls: int = 
     return collect_buffers("pooled", seen, change(new_buffers), fn.buffers)
 
 
-def test_a_layer_that_is_called_twice_is_not_pooled() -> None:
+def test_a_layer_that_is_called_twice_is_not_pooled():
     module = Often()
     words = ("new_buffers['norm.running_mean']", "2 calls of batch norm", "buffers='sequential'")
     with refused(ValueError, *words, given=module):
         pooled(module)
 
 
-STRAY: dict[str, Any] = {
+STRAY = {
     "copied": {"change": lambda b: {k: x.clone() for k, x in b.items()}},
     "detached": {"change": lambda b: {k: x.detach() for k, x in b.items()}},
     "two calls": {"calls": 2},
@@ -249,7 +245,7 @@ STRAY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", STRAY.values(), ids=STRAY)
-def test_statistics_that_are_not_returned_are_not_pooled(how: Any) -> None:
+def test_statistics_that_are_not_returned_are_not_pooled(how):
     module = Net()
     assert pooled(module).moments
     words = ("1 running mean(s) that are not in new_buffers", "functional(module).apply", "once")
@@ -257,7 +253,7 @@ def test_statistics_that_are_not_returned_are_not_pooled(how: Any) -> None:
         pooled(module, **how)
 
 
-def test_statistics_under_another_name_are_not_pooled() -> None:
+def test_statistics_under_another_name_are_not_pooled():
     buffers = {"mean": torch.zeros(2), "var": torch.ones(2)}
     with watching("pooled") as seen:
         nn.functional.batch_norm(X, *buffers.values(), training=True)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
@@ -40,7 +40,7 @@ CALLS = ("plain", "func", "autograd")
 
 
 @pytest.fixture(autouse=True)
-def _restless() -> Iterator[None]:
+def _restless():
     """Threads take turns 500 times as often as they usually do, and before each module's call."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -50,16 +50,16 @@ def _restless() -> Iterator[None]:
     sys.setswitchinterval(usual)
 
 
-def _pause(*_: Any) -> None:
+def _pause(*_):
     if not torch.compiler.is_compiling():
         time.sleep(1e-4)
 
 
-def at_once(jobs: Sequence[Callable[[], T]]) -> list[list[T]]:
+def at_once(jobs):
     """What each job gave, round by round, all of them running at the same time."""
     together = Barrier(len(jobs))
 
-    def repeat(job: Callable[[], T]) -> list[T]:
+    def repeat(job):
         together.wait()
         return [job() for _ in range(ROUNDS)]
 
@@ -73,13 +73,13 @@ def at_once(jobs: Sequence[Callable[[], T]]) -> list[list[T]]:
 class Reassigning(nn.Module):
     """A buffer that is assigned anew, and one that is written to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 3))
         self.register_buffer("seen", torch.tensor(0.0))
         self.register_buffer("mean", torch.zeros(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.seen = self.seen + len(x)
         self.mean.mul_(0.5).add_(x.detach().mean(0))
         return x @ self.weight + self.mean * self.seen
@@ -88,21 +88,21 @@ class Reassigning(nn.Module):
 class Recurrent(nn.Module):
     """Keeps a list of its weights, beside the weights."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.cell = kind(3, 4, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.cell(x[:, None])[0][:, 0]
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
         self.head = nn.Linear(3, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         tokens = self.head(x)[None]
         return self.attend(tokens, tokens, tokens)[0][0]
 
@@ -110,19 +110,19 @@ class Attention(nn.Module):
 class Bound(nn.Module):
     """Holds a method of its own, which leads back to it: it is called itself, by one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3))
         self.act = self.scaled
 
-    def scaled(self, x: Tensor) -> Tensor:
+    def scaled(self, x):
         return x * self.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.act(x)
 
 
-def hooked() -> nn.Module:
+def hooked():
     """Hooks that read what the module holds."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     net[0].register_forward_pre_hook(lambda module, given: (given[0] * module.weight.sum(),))
@@ -131,13 +131,13 @@ def hooked() -> nn.Module:
     return net
 
 
-def lazy() -> nn.Module:
+def lazy():
     net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(2))
     net(rows(0))
     return net
 
 
-def quantized() -> nn.Module:
+def quantized():
     """A layer of packed weights, which are no parameters, between two that are not quantized."""
     with warnings.catch_warnings():  # all of it is deprecated, without another way in torch
         warnings.simplefilter("ignore")
@@ -145,7 +145,7 @@ def quantized() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 2))
 
 
-def encoder() -> nn.Module:
+def encoder():
     return nn.Sequential(
         nn.Unflatten(1, (1, 3)),
         nn.Linear(3, 4),
@@ -161,11 +161,11 @@ class Case(NamedTuple):
     calls: Sequence[str] = CALLS
 
 
-def _mlp() -> nn.Module:
+def _mlp():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def _spectral() -> nn.Module:
+def _spectral():
     return nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh())
 
 
@@ -205,54 +205,54 @@ CASES = {
 }
 
 
-def _three() -> nn.Module:
+def _three():
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
-def rows(seed: int, count: int = 6) -> Tensor:
+def rows(seed, count=6):
     return torch.randn(count, 3, generator=generator(seed))
 
 
-def others(fn: Any, seed: int) -> tuple[Any, Any]:
+def others(fn, seed):
     """Parameters and buffers that are not the module's own."""
     random = generator(seed)
 
-    def other(x: Tensor) -> Tensor:
+    def other(x):
         return x + torch.rand(x.shape, generator=random) if x.is_floating_point() else x + seed
 
     return tuple({name: other(x) for name, x in tree.items()} for tree in (fn.params, fn.buffers))
 
 
-def job_of(fn: Any, call: str, seed: int) -> Job:
+def job_of(fn, call, seed):
     """Two calls with tensors of its own, one after the other."""
     given = [(*others(fn, seed + i), rows(seed + i)) for i in range(2)]
 
-    def loss(params: Any, x: Tensor, buffers: Any) -> tuple[Tensor, Any]:
+    def loss(params, x, buffers):
         out, new_buffers = fn.apply(params, buffers, x)
         return out.square().mean(), new_buffers
 
-    def job() -> list[Any]:
+    def job():
         if call == "plain":
             return [fn.apply(*each) for each in given]
-        knobs: Any = {"has_aux": True, "aux_reduction": "last", "engine": call, "check": False}
+        knobs = {"has_aux": True, "aux_reduction": "last", "engine": call, "check": False}
         grad = pa.grad_and_value(loss, microbatch_size=3, **knobs)
         return [grad(params, x, buffers) for params, buffers, x in given]
 
     return job
 
 
-def jobs_of(fn: Any, calls: Sequence[str], seed: int = 0) -> list[Job]:
+def jobs_of(fn, calls, seed=0):
     return [job_of(fn, call, seed + 10 * i) for i, call in enumerate(islice(cycle(calls), THREADS))]
 
 
-def assert_each_alone(jobs: Sequence[Job], wanted: Sequence[Any]) -> None:
+def assert_each_alone(jobs, wanted):
     """Together the jobs give the bits that each of them gave alone."""
     for came, want in zip(at_once(jobs), wanted, strict=True):
         for each in came:
             assert_trees_bitwise_equal(each, want)
 
 
-def by_itself(module: nn.Module) -> Tensor:
+def by_itself(module):
     """What the module gives when it is called; it is left as it was."""
     held = [x.clone() for x in module.buffers()]
     with torch.no_grad():
@@ -264,7 +264,7 @@ def by_itself(module: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
-def test_threads_that_call_one_functional_get_what_each_gets_alone(name: str) -> None:
+def test_threads_that_call_one_functional_get_what_each_gets_alone(name):
     case = CASES[name]
     module = case.make().train(case.train)
     jobs = jobs_of(pa.functional(module), case.calls)
@@ -274,7 +274,7 @@ def test_threads_that_call_one_functional_get_what_each_gets_alone(name: str) ->
     assert torch.equal(by_itself(module), own)
 
 
-def test_threads_may_call_functionals_that_share_a_layer() -> None:
+def test_threads_may_call_functionals_that_share_a_layer():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
     nets = [module, module, module[0], nn.Sequential(module[0], module[0])]
     jobs = [
@@ -286,10 +286,10 @@ def test_threads_may_call_functionals_that_share_a_layer() -> None:
         assert_each_alone(jobs, wanted)
 
 
-def test_the_module_itself_may_be_called_meanwhile() -> None:
+def test_the_module_itself_may_be_called_meanwhile():
     """It goes on with its own parameters, as a teacher of which students are copies does."""
     module = _mlp()
-    jobs: list[Job] = [*jobs_of(pa.functional(module), CALLS), Plainly(module)]
+    jobs = [*jobs_of(pa.functional(module), CALLS), Plainly(module)]
     wanted = [job() for job in jobs]
     with unchanged(module):
         assert_each_alone(jobs, wanted)
@@ -298,29 +298,29 @@ def test_the_module_itself_may_be_called_meanwhile() -> None:
 class Plainly:
     """The module, called as modules are, and its gradient."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         self.module = module
 
-    def __call__(self) -> Any:
+    def __call__(self):
         out = self.module(rows(3))
         return out.detach(), torch.autograd.grad(out.sum(), list(self.module.parameters()))
 
 
-def test_a_call_that_fails_in_one_thread_fails_there_alone() -> None:
+def test_a_call_that_fails_in_one_thread_fails_there_alone():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
-    def explode(_: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+    def explode(_, given, out):
         if len(given[0]) == 1:
             raise BoomError
 
     module.register_forward_hook(explode)
     fn = pa.functional(module.eval())
 
-    def fail() -> None:
+    def fail():
         with pytest.raises(BoomError):
             fn.apply(*others(fn, 99), rows(0, count=1))
 
-    jobs: list[Job] = [*jobs_of(fn, CALLS), fail]
+    jobs = [*jobs_of(fn, CALLS), fail]
     wanted = [job() for job in jobs]
     with unchanged(module):
         assert_each_alone(jobs, wanted)
@@ -331,27 +331,27 @@ class Asking(nn.Module):
 
     ask: Callable[..., Any]
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor, teacher: Any = None) -> Tensor:
+    def forward(self, x, teacher=None):
         out = torch.tanh(self.layer(x))
         if teacher is not None:
             out = out - self.ask(teacher, (), x)[0]
         return self.layer(out)
 
 
-def test_a_functional_may_be_called_inside_its_own_call() -> None:
+def test_a_functional_may_be_called_inside_its_own_call():
     module = Asking()
     fn = pa.functional(module)
     module.ask = fn.apply
 
-    def ask(index: int) -> Job:
+    def ask(index):
         (params, _), (teacher, _) = others(fn, index), others(fn, index + 50)
         return lambda: fn.apply(params, (), rows(index), teacher)[0]
 
-    def by_hand(index: int) -> Tensor:
+    def by_hand(index):
         (params, _), (teacher, _) = others(fn, index), others(fn, index + 50)
         first, second = ((p["layer.weight"], p["layer.bias"]) for p in (params, teacher))
         linear, x = nn.functional.linear, rows(index)
@@ -365,16 +365,16 @@ def test_a_functional_may_be_called_inside_its_own_call() -> None:
 class Calls(nn.Module):
     """Counts, in a plain attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.calls = nn.Linear(3, 2), 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         return self.layer(x)
 
 
-def test_a_count_in_a_plain_attribute_goes_up() -> None:
+def test_a_count_in_a_plain_attribute_goes_up():
     """Threads may lose some of it, as with any module."""
     module = Calls()
     jobs = jobs_of(pa.functional(module), ["plain", "autograd"])
@@ -389,11 +389,11 @@ def test_a_count_in_a_plain_attribute_goes_up() -> None:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling():
     """Another thread is in the middle of torch.compile, with a function of its own."""
     inside, done = Event(), Event()
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         inside.set()
         done.wait(60)
         return graph.forward
@@ -410,10 +410,10 @@ def compiling() -> Iterator[None]:
         other.result()
 
 
-CUT: dict[str, Any] = {"microbatch_size": 2, "check": False}
+CUT = {"microbatch_size": 2, "check": False}
 
 
-def donated_step(fn: Any) -> tuple[Any, bool]:
+def donated_step(fn):
     """By sgd, since adamw of torch itself asks whether something compiles."""
     step = pa.make_step(loss_of(fn), pa.sgd(0.1, 0.9), donate=True, **CUT)
     state = step.init(fn.params)
@@ -425,17 +425,17 @@ def donated_step(fn: Any) -> tuple[Any, bool]:
     return new, False
 
 
-def loss_of(fn: Any) -> Callable[[Any, Tensor], Tensor]:
+def loss_of(fn):
     return lambda params, x: fn.apply(params, fn.buffers, x)[0].square().mean()
 
 
-def saved(fn: Any) -> Any:
+def saved(fn):
     with TemporaryDirectory() as folder:
         pa.save(f"{folder}/run", fn.params)
         return pa.load(f"{folder}/run", fn.params)
 
 
-MEANWHILE: dict[str, Callable[[Any], Any]] = {
+MEANWHILE = {
     "apply": lambda fn: fn.apply(*others(fn, 1), rows(1)),
     "func": lambda fn: job_of(fn, "func", 1)(),
     "autograd": lambda fn: job_of(fn, "autograd", 1)(),
@@ -447,7 +447,7 @@ MEANWHILE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", MEANWHILE)
-def test_what_another_thread_compiles_is_not_taken_for_what_runs_here(name: str) -> None:
+def test_what_another_thread_compiles_is_not_taken_for_what_runs_here(name):
     """``torch.compiler.is_compiling()`` is true of all threads while one of them compiles."""
     fn = pa.functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()))
     want = MEANWHILE[name](fn)
@@ -462,25 +462,25 @@ def test_what_another_thread_compiles_is_not_taken_for_what_runs_here(name: str)
 class Scaled(nn.Module):
     """All that a forward pass may depend on beside what is given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
         self.scale, self.table = 1.0, [torch.ones(3)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.last(self.norm(self.first(x)) * self.scale * self.table[0])
 
 
-def _doubled(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+def _doubled(_, __, out):
     return 2 * out
 
 
-def _frozen(net: Scaled) -> None:
+def _frozen(net):
     with torch.no_grad():
         net.last.weight.fill_(2.0)
 
 
-CHANGES: dict[str, Callable[[Scaled], Any]] = {
+CHANGES = {
     "eval": lambda net: net.eval(),
     "train": lambda net: net.train(),
     "one layer in eval": lambda net: net.norm.eval(),
@@ -493,7 +493,7 @@ CHANGES: dict[str, Callable[[Scaled], Any]] = {
 }
 
 
-def test_what_is_changed_in_the_module_between_calls_is_followed_by_all_threads() -> None:
+def test_what_is_changed_in_the_module_between_calls_is_followed_by_all_threads():
     """Each thread has called the functional before every change."""
     module, apart = Scaled(), Scaled()
     apart.load_state_dict(module.state_dict())
@@ -503,11 +503,11 @@ def test_what_is_changed_in_the_module_between_calls_is_followed_by_all_threads(
         del params["last.weight"], params["last.bias"]
     together = Barrier(THREADS)
 
-    def call(index: int) -> Any:
+    def call(index):
         together.wait()  # so that each thread has one
         return fn.apply(*given[index], rows(index))
 
-    def want(index: int) -> Any:
+    def want(index):
         return pa.functional(deepcopy(apart)).apply(*given[index], rows(index))
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -522,13 +522,13 @@ def test_what_is_changed_in_the_module_between_calls_is_followed_by_all_threads(
 # Steps ----------------------------------------------------------------------------------------
 
 
-def training(fn: Any, engine: Any, seed: int) -> Job:
-    def loss(params: Any, x: Tensor) -> Tensor:
+def training(fn, engine, seed):
+    def loss(params, x):
         return fn.apply(params, fn.buffers, x)[0].square().mean()
 
     step = pa.make_step(loss, pa.adamw(1e-2), engine=engine, **CUT)
 
-    def train() -> Any:
+    def train():
         state = step.init(others(fn, seed)[0])
         for i in range(3):
             state, _ = step(state, rows(seed + i))
@@ -538,9 +538,7 @@ def training(fn: Any, engine: Any, seed: int) -> Job:
 
 
 @pytest.mark.parametrize("engines", [("func", "func"), ("func", "autograd"), ("autograd",) * 2])
-def test_two_steps_over_one_functional_train_as_one_after_the_other(
-    engines: tuple[str, str],
-) -> None:
+def test_two_steps_over_one_functional_train_as_one_after_the_other(engines):
     module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
     fn = pa.functional(module)
     jobs = [training(fn, engine, 10 * i) for i, engine in enumerate(engines)]
@@ -551,15 +549,15 @@ def test_two_steps_over_one_functional_train_as_one_after_the_other(
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("width", [8, 256])
-def test_a_snapshot_is_evaluated_while_another_thread_trains(engine: str, width: int) -> None:
+def test_a_snapshot_is_evaluated_while_another_thread_trains(engine, width):
     module = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
     fn = pa.functional(module)
     train = training(fn, engine, 1)
     want = train()
     done = Event()
 
-    def evaluate() -> list[Tensor]:
-        outs: list[Tensor] = []
+    def evaluate():
+        outs = []
         while not (done.is_set() and outs):
             outs.append(fn.apply(want.params, fn.buffers, rows(5))[0])
         return outs
@@ -582,7 +580,7 @@ def test_a_snapshot_is_evaluated_while_another_thread_trains(engine: str, width:
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*JAX is multithreaded:RuntimeWarning")
-def test_workers_of_a_loader_may_call_a_functional(context: str) -> None:
+def test_workers_of_a_loader_may_call_a_functional(context):
     """The forked ones begin while a thread of their parent is in the middle of a call."""
     if context not in multiprocessing.get_all_start_methods():
         pytest.skip(f"this system cannot {context}")
@@ -596,7 +594,7 @@ def test_workers_of_a_loader_may_call_a_functional(context: str) -> None:
     }
     collate, count = workers[context]
 
-    def go_on() -> None:
+    def go_on():
         while not done.is_set():
             alone(list(batch))
 
@@ -638,7 +636,7 @@ os._exit(0)
 """
 
 
-def test_threads_note_generators_while_garbage_is_collected() -> None:
+def test_threads_note_generators_while_garbage_is_collected():
     """torch makes a tensor of a state while it has a lock, for which a thread waits with the GIL.
 
     In a process of its own: one that stands still cannot be left.

@@ -1,15 +1,12 @@
 """Random numbers are a function of the key and the position: their bits, under everything."""
 
 import math
-from collections.abc import Callable
 from statistics import NormalDist
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pureaccum._pure import keys as random_keys
 from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
@@ -26,7 +23,7 @@ pairs = st.tuples(words, words)
 seeds = st.integers(-(2**63), 2**64 - 1)
 small = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+DRAWS = {
     **{f"uniform {dtype}": lambda k, d=dtype: uniform(k, (3, 5), d) for dtype in DTYPES},
     **{f"normal {dtype}": lambda k, d=dtype: normal(k, (7,), d) for dtype in DTYPES},
     "scalar": uniform,
@@ -37,7 +34,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
+def threefry(key, counter):
     """Threefry-2x32-20 in Python's integers, one step a line, as the paper has it."""
     schedule = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
     x, y = (counter[0] + key[0]) & WORD, (counter[1] + key[1]) & WORD
@@ -53,14 +50,14 @@ def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
     return x, y
 
 
-def block(words: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
+def block(words, counter):
     signed = counter[0] - 2**32 * (counter[0] >> 31)
     counters = torch.tensor(signed * 2**32 + counter[1])
     a, b = (random_keys._threefry(torch.tensor(words), counters).long() & WORD).tolist()
     return a, b
 
 
-def reference(words: tuple[int, int], count: int) -> list[int]:
+def reference(words, count):
     """The first words that a key draws."""
     blocks = [threefry(words, (2**31 + (i >> 32), i & WORD)) for i in range((count + 1) // 2)]
     return [word for pair in blocks for word in pair][:count]
@@ -77,29 +74,25 @@ def reference(words: tuple[int, int], count: int) -> list[int]:
         ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
     ],
 )
-def test_the_cipher_gives_the_known_answers(
-    words: tuple[int, int], counter: tuple[int, int], expected: tuple[int, int]
-) -> None:
+def test_the_cipher_gives_the_known_answers(words, counter, expected):
     assert threefry(words, counter) == expected
     assert block(words, counter) == expected
 
 
 @given(words=pairs, counter=pairs)
-def test_blocks_are_those_of_another_program(
-    words: tuple[int, int], counter: tuple[int, int]
-) -> None:
+def test_blocks_are_those_of_another_program(words, counter):
     assert block(words, counter) == threefry(words, counter)
 
 
 @given(seed=seeds)
-def test_a_key_is_the_two_words_of_its_seed(seed: int) -> None:
+def test_a_key_is_the_two_words_of_its_seed(seed):
     made = key(seed)
     assert (made.dtype, made.tolist()) == (torch.int64, [seed >> 32 & WORD, seed & WORD])
     assert torch.equal(key(-1), key(2**64 - 1))
 
 
 @given(words=pairs, n=st.integers(0, 2**62 - 1), ways=st.integers(1, 5))
-def test_new_keys_are_blocks_of_their_own_domain(words: tuple[int, int], n: int, ways: int) -> None:
+def test_new_keys_are_blocks_of_their_own_domain(words, n, ways):
     k = torch.tensor(words)
     assert tuple(fold_in(k, n).tolist()) == threefry(words, (n >> 32, n & WORD))
     assert_trees_bitwise_equal(fold_in(k, torch.tensor(n)), fold_in(k, n))
@@ -109,7 +102,7 @@ def test_new_keys_are_blocks_of_their_own_domain(words: tuple[int, int], n: int,
 
 
 @given(words=pairs, count=st.integers(0, 9), p=st.floats(0, 1, exclude_min=True))
-def test_numbers_are_the_words_in_order(words: tuple[int, int], count: int, p: float) -> None:
+def test_numbers_are_the_words_in_order(words, count, p):
     k = torch.tensor(words)
     for dtype, bits in DTYPES.items():
         drawn = uniform(k, (count,), dtype)
@@ -125,9 +118,7 @@ def test_numbers_are_the_words_in_order(words: tuple[int, int], count: int, p: f
     assert dropout(torch.ones(count), p, k).bool().tolist() == kept
 
 
-def test_the_largest_and_the_smallest_numbers_are_finite_and_below_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_largest_and_the_smallest_numbers_are_finite_and_below_one(monkeypatch):
     """As if a block were all zeros or all ones: below 1, and finite."""
     for word in (0, -1):
         monkeypatch.setattr(
@@ -144,7 +135,7 @@ def test_the_largest_and_the_smallest_numbers_are_finite_and_below_one(
 
 
 @given(words=pairs)
-def test_normal_is_symmetric_in_its_bits(words: tuple[int, int]) -> None:
+def test_normal_is_symmetric_in_its_bits(words):
     """The inverse distribution function of ``(k + 0.5) / 2**53``, by torch.special.ndtri."""
     a, b = reference(words, 2)
     odd = 2 * ((a << 21) + (b >> 11)) + 1 - 2**53
@@ -158,9 +149,7 @@ def test_normal_is_symmetric_in_its_bits(words: tuple[int, int]) -> None:
 
 
 @given(seed=seeds, n=st.integers(0, 70), m=st.integers(0, 70), dtype=st.sampled_from([*DTYPES]))
-def test_a_longer_draw_begins_with_the_shorter(
-    seed: int, n: int, m: int, dtype: torch.dtype
-) -> None:
+def test_a_longer_draw_begins_with_the_shorter(seed, n, m, dtype):
     k, n, m = key(seed), max(n, m), min(n, m)
     for draw in uniform, normal:
         assert_trees_bitwise_equal(draw(k, (n,), dtype)[:m], draw(k, (m,), dtype))
@@ -168,9 +157,7 @@ def test_a_longer_draw_begins_with_the_shorter(
 
 
 @given(seed=seeds, shape=small, dtype=st.sampled_from([*DTYPES]))
-def test_a_shape_only_arranges_the_numbers(
-    seed: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_a_shape_only_arranges_the_numbers(seed, shape, dtype):
     for draw in uniform, normal:
         flat = draw(key(seed), (math.prod(shape),), dtype)
         assert_trees_bitwise_equal(draw(key(seed), shape, dtype), flat.reshape(shape))
@@ -178,9 +165,7 @@ def test_a_shape_only_arranges_the_numbers(
 
 @examples(1 / 2)
 @given(seed=seeds, rows=st.integers(0, 5), count=st.integers(0, 40), piece=st.integers(1, 9))
-def test_numbers_do_not_show_the_pieces_that_they_were_drawn_in(
-    seed: int, rows: int, count: int, piece: int
-) -> None:
+def test_numbers_do_not_show_the_pieces_that_they_were_drawn_in(seed, rows, count, piece):
     keys = fold_in(key(seed), torch.arange(rows))
     whole = [draw(keys, (count,), dtype) for draw in (uniform, normal) for dtype in DTYPES]
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +175,7 @@ def test_numbers_do_not_show_the_pieces_that_they_were_drawn_in(
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_vmap_is_the_loop_is_the_batch(name: str) -> None:
+def test_vmap_is_the_loop_is_the_batch(name):
     draw, keys = DRAWS[name], split_key(key(3), 6).reshape(2, 3, 2)
     loop = torch.stack([torch.stack([draw(k) for k in row]) for row in keys])
     assert_trees_bitwise_equal(torch.func.vmap(torch.func.vmap(draw))(keys), loop)
@@ -201,7 +186,7 @@ def test_vmap_is_the_loop_is_the_batch(name: str) -> None:
         assert_trees_bitwise_equal(draw(keys), loop)
 
 
-def test_fold_in_broadcasts_and_maps() -> None:
+def test_fold_in_broadcasts_and_maps():
     keys, n = fold_in(key(1), torch.arange(4)), torch.arange(12).reshape(3, 4)
     loop = torch.stack(
         [torch.stack([fold_in(keys[j], 4 * i + j) for j in range(4)]) for i in range(3)]
@@ -213,13 +198,13 @@ def test_fold_in_broadcasts_and_maps() -> None:
     assert_trees_bitwise_equal(fold_in(keys, 3), torch.stack([fold_in(k, 3) for k in keys]))
 
 
-def everything(k: Tensor, x: Tensor) -> list[Tensor]:
+def everything(k, x):
     rows = fold_in(k, torch.arange(len(x)))
     return [key(-7), dropout(x, 0.3, k), dropout(x, 0.3, rows), *(d(k) for d in DRAWS.values())]
 
 
 @pytest.mark.slow
-def test_draws_compile_into_one_graph() -> None:
+def test_draws_compile_into_one_graph():
     torch.compiler.reset()
     k, x = key(2**40 + 9), torch.arange(12.0).reshape(4, 3)
     compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
@@ -227,13 +212,13 @@ def test_draws_compile_into_one_graph() -> None:
 
 
 @pytest.mark.slow
-def test_draws_under_vmap_compile_into_one_graph() -> None:
+def test_draws_under_vmap_compile_into_one_graph():
     torch.compiler.reset()
 
-    def draw(k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(k, x):
         return dropout(x, 0.3, fold_in(k, torch.arange(len(x)))), normal(split_key(k)[1], (3,))
 
-    def mapped(k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def mapped(k, x):
         return torch.func.vmap(draw)(split_key(k), torch.stack((x, -x)))
 
     k, x = key(2**40 + 9), torch.arange(12.0).reshape(4, 3)
@@ -241,10 +226,10 @@ def test_draws_under_vmap_compile_into_one_graph() -> None:
     assert_trees_bitwise_equal(compiled(k, x), mapped(k, x))
 
 
-def test_one_graph_for_sizes_and_steps_that_change() -> None:
+def test_one_graph_for_sizes_and_steps_that_change():
     torch.compiler.reset()
 
-    def draw(k: Tensor, step: int, rows: int) -> Tensor:
+    def draw(k, step, rows):
         return uniform(fold_in(k, step), (rows, 3))
 
     compiled = torch.compile(draw, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -253,7 +238,7 @@ def test_one_graph_for_sizes_and_steps_that_change() -> None:
 
 
 @pytest.mark.slow
-def test_by_inductor_dropout_has_the_bits_of_eager_code() -> None:
+def test_by_inductor_dropout_has_the_bits_of_eager_code():
     torch.compiler.reset()
 
     k, x = key(2**40 + 9), torch.arange(1.0, 1001.0)
@@ -263,11 +248,11 @@ def test_by_inductor_dropout_has_the_bits_of_eager_code() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", DRAWS)
-def test_cuda_has_the_bits_of_the_cpu(name: str) -> None:
+def test_cuda_has_the_bits_of_the_cpu(name):
     keys = fold_in(key(5), torch.arange(3))
     rows = fold_in(key(5, "cuda"), torch.arange(3, device="cuda"))
     assert_trees_bitwise_equal(rows.cpu(), keys)
-    draw: Callable[[Tensor], Tensor] = DRAWS[name]
+    draw = DRAWS[name]
     if name == "dropout":
         x = torch.randn(3, 9)
         assert_trees_bitwise_equal(dropout(x.cuda(), 0.4, rows).cpu(), dropout(x, 0.4, keys))
@@ -278,7 +263,7 @@ def test_cuda_has_the_bits_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.cuda
-def test_the_host_never_waits_for_a_draw() -> None:
+def test_the_host_never_waits_for_a_draw():
     x = torch.ones(4, 3, device="cuda", requires_grad=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -292,7 +277,7 @@ def test_the_host_never_waits_for_a_draw() -> None:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_touches_no_generator_and_no_key(name: str) -> None:
+def test_a_draw_touches_no_generator_and_no_key(name):
     k = key(11)
     before, version, state = k.clone(), k._version, torch.get_rng_state()
     first = DRAWS[name](k)
@@ -309,9 +294,7 @@ def test_a_draw_touches_no_generator_and_no_key(name: str) -> None:
 
 
 @given(data=st.data(), seed=seeds, rows=st.integers(1, 8), width=st.integers(0, 5))
-def test_dropout_of_rows_does_not_depend_on_the_cut(
-    data: st.DataObject, seed: int, rows: int, width: int
-) -> None:
+def test_dropout_of_rows_does_not_depend_on_the_cut(data, seed, rows, width):
     x = torch.arange(1.0, 1.0 + rows * width).reshape(rows, width)
     keys = fold_in(key(seed), torch.arange(rows))
     p = data.draw(st.sampled_from([0.1, 0.5, 0.9]))
@@ -325,7 +308,7 @@ def test_dropout_of_rows_does_not_depend_on_the_cut(
 
 
 @given(words=pairs, p=st.floats(0, 1), dtype=st.sampled_from([*DTYPES, torch.complex64]))
-def test_dropout_selects_and_scales(words: tuple[int, int], p: float, dtype: torch.dtype) -> None:
+def test_dropout_selects_and_scales(words, p, dtype):
     x, k = torch.arange(1, 9).to(dtype), torch.tensor(words)
     out = dropout(x, p, k)
     kept = torch.tensor([word / 2**32 >= p for word in reference(words, 8)])
@@ -335,14 +318,14 @@ def test_dropout_selects_and_scales(words: tuple[int, int], p: float, dtype: tor
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_what_is_dropped_is_zero_whatever_it_was(bad: float) -> None:
+def test_what_is_dropped_is_zero_whatever_it_was(bad):
     ones = dropout(torch.ones(64), 0.5, key(0))
     out = dropout(torch.full((64,), bad), 0.5, key(0))
     assert 0 < int((out == 0).sum()) < 64
     assert torch.equal(out == 0, ones == 0)
 
 
-def test_dropout_drops_none_or_all_if_told_to() -> None:
+def test_dropout_drops_none_or_all_if_told_to():
     x = torch.tensor([1.0, -0.0, math.nan, math.inf], requires_grad=True)
     assert dropout(x, 0, key(0)) is x
     out = dropout(x, 1.0, key(0))
@@ -352,7 +335,7 @@ def test_dropout_drops_none_or_all_if_told_to() -> None:
     assert x.grad.tolist() == [0.0] * 4
 
 
-def test_derivatives_of_dropout_are_the_mask() -> None:
+def test_derivatives_of_dropout_are_the_mask():
     x, k = torch.full((32,), 3.0), key(8)
     mask = dropout(torch.ones(32), 0.25, k)
     assert set(mask.tolist()) == {0.0, torch.tensor(4 / 3).item()}
@@ -406,8 +389,6 @@ K, X = key(0), torch.ones(4, 3)
         (lambda: dropout(X[0, 0], 0.5, K[None]), ValueError, r"key has shape \(1, 2\)"),
     ],
 )
-def test_arguments_of_a_draw_that_make_no_sense_are_refused(
-    call: Callable[[], Any], error: type[Exception], says: str
-) -> None:
+def test_arguments_of_a_draw_that_make_no_sense_are_refused(call, error, says):
     with pytest.raises(error, match=says):
         call()

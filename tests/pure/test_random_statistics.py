@@ -5,11 +5,9 @@ ideal generator would be that far off once in 500 million times; the largest tes
 """
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from pureaccum._pure import keys as random_keys
 from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
@@ -21,17 +19,17 @@ N = 2**16
 SEED = 20
 
 
-def first(keys: Tensor) -> Tensor:
+def first(keys):
     """One number from each key: what keys of neighbouring rows give to the same place."""
     return uniform(keys, (), torch.float64)
 
 
-def seeds(n: int) -> Tensor:
+def seeds(n):
     return torch.stack([key(seed) for seed in range(n)])
 
 
 # Every way to come by a sequence of numbers, each in float64 to look at 53 bits.
-SEQUENCES: dict[str, Callable[[], Tensor]] = {
+SEQUENCES = {
     "positions": lambda: uniform(key(SEED), (N,), torch.float64),
     "32-bit positions": lambda: uniform(key(SEED), (N,)).double(),
     "folded keys": lambda: first(fold_in(key(SEED), torch.arange(N))),
@@ -45,11 +43,11 @@ SEQUENCES: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.fixture(params=SEQUENCES)
-def u(request: pytest.FixtureRequest) -> Tensor:
+def u(request):
     return SEQUENCES[request.param]()
 
 
-def assert_even(counts: Tensor) -> None:
+def assert_even(counts):
     """Chi-square against equal shares, with d = bins - 1: of mean d and variance 2 d.
 
     Too even is a fault as well.
@@ -59,42 +57,42 @@ def assert_even(counts: Tensor) -> None:
     assert abs(chi_square - d) <= SIGMAS * math.sqrt(2 * d)
 
 
-def assert_uncorrelated(a: Tensor, b: Tensor) -> None:
+def assert_uncorrelated(a, b):
     """The mean of n products of independent numbers of variance 1 has variance 1 / n."""
     products = (a - 0.5) * (b - 0.5) * 12
     assert abs(products.mean().item()) <= SIGMAS / math.sqrt(len(products))
 
 
-def assert_fair(flips: Tensor, n: int) -> None:
+def assert_fair(flips, n):
     """Shares of n coins: mean 1/2, variance 1 / (4 n)."""
     assert (flips - 0.5).abs().max().item() <= SIGMAS / (2 * math.sqrt(n))
 
 
-def bits(words: Tensor, width: int) -> Tensor:
+def bits(words, width):
     return (words[..., None] >> torch.arange(width)) & 1
 
 
 # Uniform ---------------------------------------------------------------------------------
 
 
-def test_uniform_fills_its_bins(u: Tensor) -> None:
+def test_uniform_fills_its_bins(u):
     assert u.min() >= 0
     assert u.max() < 1
     assert_even(torch.bincount((u * 256).long(), minlength=256))
 
 
-def test_neighbours_fill_the_square(u: Tensor) -> None:
+def test_neighbours_fill_the_square(u):
     x, y = (u.reshape(-1, 2) * 16).long().unbind(-1)
     assert_even(torch.bincount(16 * x + y, minlength=256))
 
 
-def test_neighbours_are_uncorrelated(u: Tensor) -> None:
+def test_neighbours_are_uncorrelated(u):
     for lag in (1, 2, 3, 4, 8, 256):
         assert_uncorrelated(u[lag:], u[:-lag])
 
 
 @pytest.mark.parametrize("name", [name for name in SEQUENCES if name != "32-bit positions"])
-def test_every_bit_is_fair_and_changes_fairly(name: str) -> None:
+def test_every_bit_is_fair_and_changes_fairly(name):
     drawn = bits((SEQUENCES[name]() * 2**53).long(), 53)
     assert_fair(drawn.double().mean(0), N)
     assert_fair((drawn[1:] ^ drawn[:-1]).double().mean(0), N - 1)
@@ -103,7 +101,7 @@ def test_every_bit_is_fair_and_changes_fairly(name: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "width"), [(torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24)]
 )
-def test_every_bit_of_a_dtype_is_fair(dtype: torch.dtype, width: int) -> None:
+def test_every_bit_of_a_dtype_is_fair(dtype, width):
     drawn = uniform(key(SEED), (N,), dtype).double() * 2**width
     assert_fair(bits(drawn.long(), width).double().mean(0), N)
 
@@ -112,7 +110,7 @@ def test_every_bit_of_a_dtype_is_fair(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("i", [0, 1, 2**31 - 1, 2**32 - 1])
-def test_draws_of_neighbouring_keys_are_unrelated(i: int) -> None:
+def test_draws_of_neighbouring_keys_are_unrelated(i):
     k = key(SEED)
     for a, b in (
         (fold_in(k, i), fold_in(k, i + 1)),
@@ -129,7 +127,7 @@ def test_draws_of_neighbouring_keys_are_unrelated(i: int) -> None:
         assert_fair(flips.double().mean(0), N)
 
 
-def test_what_a_key_is_used_for_is_unrelated() -> None:
+def test_what_a_key_is_used_for_is_unrelated():
     """Folding in i, the i-th split and the i-th block have counters that differ in two bits."""
     k, n = key(SEED), 4096
     folded, split = fold_in(k, torch.arange(n)), split_key(k, n)
@@ -140,14 +138,14 @@ def test_what_a_key_is_used_for_is_unrelated() -> None:
         assert_fair(bits(made[i] ^ made[i - 1], 53).double().mean(0), n)
 
 
-def test_no_two_keys_coincide() -> None:
+def test_no_two_keys_coincide():
     """Of 3 * 2**16 keys two coincide with a probability of 2**-30: (3 * 2**16)**2 / 2**65."""
     k = key(SEED)
     keys = torch.cat((fold_in(k, torch.arange(N)), split_key(k, N), fold_in(seeds(N), N)))
     assert len(keys.unique(dim=0)) == 3 * N
 
 
-def test_one_flipped_bit_flips_half_of_the_block() -> None:
+def test_one_flipped_bit_flips_half_of_the_block():
     """Each of 128 bits of key and counter flips each of the block's 64 in half of the cases."""
     n = 4096
     drawn = (uniform(key(SEED), (n, 4)).double() * 2**24).long()  # 24 random bits a word …
@@ -171,7 +169,7 @@ def test_one_flipped_bit_flips_half_of_the_block() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_normal_has_its_moments(dtype: torch.dtype) -> None:
+def test_normal_has_its_moments(dtype):
     """The k-th power has the variance E x^2k - (E x^k)^2, and E x^2k is 1 * 3 * ... * (2k - 1)."""
     x = normal(key(SEED), (N,), dtype).double()
     for k, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
@@ -179,7 +177,7 @@ def test_normal_has_its_moments(dtype: torch.dtype) -> None:
     assert abs((x[1:] * x[:-1]).mean().item()) <= SIGMAS / math.sqrt(N - 1)
 
 
-def test_normal_is_distributed_normally() -> None:
+def test_normal_is_distributed_normally():
     """Kolmogorov-Smirnov, by Massart: P(D > d) <= 2 exp(-2 n d^2), here 2e-9 as at six sigma."""
     for x in (normal(key(SEED), (N,)), normal(fold_in(key(SEED), torch.arange(N)))):
         cdf = torch.special.ndtr(x.double().sort().values)
@@ -190,7 +188,7 @@ def test_normal_is_distributed_normally() -> None:
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("rows", [1, 256])
-def test_dropout_drops_its_share(p: float, rows: int) -> None:
+def test_dropout_drops_its_share(p, rows):
     """Of n elements n p, with a variance of n p (1 - p)."""
     keys = fold_in(key(SEED), torch.arange(rows))
     dropped = dropout(torch.ones(rows, N // rows), p, keys) == 0

@@ -1,11 +1,10 @@
 """``functional(module).apply`` is a call of the module also in what that keeps beside tensors."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
@@ -21,13 +20,13 @@ X = torch.arange(6.0).view(3, 2)
 class Counting(nn.Module):
     """Attributes that forward reads, assigns and deletes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.calls, self.scale = 0, 1.0
-        self.once: Any = "there"
+        self.once = "there"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         if hasattr(self, "once"):
             del self.once
@@ -36,7 +35,7 @@ class Counting(nn.Module):
         return out
 
 
-def test_attributes_are_read_and_assigned_as_in_a_call() -> None:
+def test_attributes_are_read_and_assigned_as_in_a_call():
     """A loss may read what a layer left behind, with its gradient."""
     net, other = Counting(), Counting()
     other.load_state_dict(net.state_dict())
@@ -46,7 +45,7 @@ def test_attributes_are_read_and_assigned_as_in_a_call() -> None:
         assert torch.equal(fn.apply(fn.params, (), X)[0], other(X))
         assert (net.calls, hasattr(net, "once")) == (other.calls, False)
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         fn.apply(p, (), x)
         return net.penalty
 
@@ -57,9 +56,9 @@ def test_attributes_are_read_and_assigned_as_in_a_call() -> None:
     assert_trees_bitwise_equal(grads, own)
 
 
-def test_a_layer_that_is_made_in_forward_has_to_be_there_before() -> None:
+def test_a_layer_that_is_made_in_forward_has_to_be_there_before():
     class Late(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if not hasattr(self, "layer"):
                 self.layer = nn.Linear(2, 2)
             return self.layer(x)
@@ -75,16 +74,16 @@ def test_a_layer_that_is_made_in_forward_has_to_be_there_before() -> None:
 class Again(nn.Module):
     """Computes its layer again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-def test_a_recomputation_sees_the_tensors_of_its_own_call(calls: int) -> None:
+def test_a_recomputation_sees_the_tensors_of_its_own_call(calls):
     """Under plain .backward(), when other calls have come in between."""
     net = Again()
     fn = pa.functional(net)
@@ -101,7 +100,7 @@ def test_a_recomputation_sees_the_tensors_of_its_own_call(calls: int) -> None:
 
 
 @pytest.mark.parametrize("leads_back", [False, True])
-def test_a_recomputation_writes_to_no_buffer_that_was_returned(leads_back: bool) -> None:
+def test_a_recomputation_writes_to_no_buffer_that_was_returned(leads_back):
     """Neither under plain .backward() nor in the engine."""
     net = Again()
     net.layer.append(nn.BatchNorm1d(2))
@@ -113,11 +112,11 @@ def test_a_recomputation_writes_to_no_buffer_that_was_returned(leads_back: bool)
         net.others = [net]
         fn = pa.functional(net)
 
-    def loss(params: Any, x: Tensor) -> tuple[Tensor, Any]:
+    def loss(params, x):
         out, new_buffers = fn.apply(params, fn.buffers, x)
         return out.square().mean(), new_buffers
 
-    knobs: Any = {"has_aux": True, "aux_reduction": "last", "engine": "autograd"}
+    knobs = {"has_aux": True, "aux_reduction": "last", "engine": "autograd"}
     with unchanged(net):
         _, (_, new_buffers) = pa.grad_and_value(loss, microbatch_size=3, **knobs)(fn.params, X)
     assert_trees_bitwise_equal(new_buffers, want)
@@ -135,20 +134,20 @@ WAYS_BACK = {
     "hook": lambda net: net.layer.register_forward_hook(lambda m, a, out: out * net.weight),
     "global": lambda net: HELD.__setitem__("net", net),
 }
-HELD: dict[str, Any] = {}
+HELD = {}
 
 
 class LeadingBack(nn.Module):
     """Reaches its own weight in one of several ways."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
 
-    def scaled(self, x: Tensor) -> Tensor:
+    def scaled(self, x):
         return x * self.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if hasattr(self, "act"):
             x = self.act(x)
         for other in [*getattr(self, "others", []), *HELD.values()]:
@@ -157,7 +156,7 @@ class LeadingBack(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS_BACK)
-def test_a_module_that_leads_back_to_itself_sees_what_it_is_given(way: str) -> None:
+def test_a_module_that_leads_back_to_itself_sees_what_it_is_given(way):
     HELD.clear()
     net = LeadingBack()
     WAYS_BACK[way](net)
@@ -177,14 +176,14 @@ def test_a_module_that_leads_back_to_itself_sees_what_it_is_given(way: str) -> N
 
 
 @pytest.mark.parametrize("way", ["bound method", "closure"])
-def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way: str) -> None:
+def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way):
     """It would see the module's own tensors; the engine puts back those that were given."""
     net = LeadingBack()
     WAYS_BACK[way](net)
     fn = pa.functional(net)
     params = {k: (x + 1).requires_grad_() for k, x in fn.params.items()}
 
-    def loss(params: Any, x: Tensor) -> Tensor:
+    def loss(params, x):
         return fn.apply(params, (), x)[0].square().mean()
 
     want = torch.autograd.grad(loss(params, X), [*params.values()])
@@ -212,9 +211,9 @@ def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way: st
 
 
 @pytest.mark.parametrize("size", [None, 2])
-def test_a_module_that_holds_a_functional_of_itself_is_called_in_a_shell(size: int | None) -> None:
+def test_a_module_that_holds_a_functional_of_itself_is_called_in_a_shell(size):
     """That calls its module in shells, too: it does not lead back to the module's own tensors."""
-    module: Any = nn.Sequential(nn.Linear(3, 3))
+    module = nn.Sequential(nn.Linear(3, 3))
     module.fn = pa.functional(module, microbatch_size=size)
     places = places_of(module)
     assert take_shell(places, None) is not None

@@ -10,10 +10,8 @@ import gc
 import linecache
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +30,7 @@ X = torch.randn(7, 4, dtype=torch.float64, generator=generator(3)) + 1
 class Net(nn.Module):
     """A forward that is a function of the module and of what a BatchNorm gives."""
 
-    def __init__(self, func: Callable[[Any, Tensor], Any], **attributes: Any) -> None:
+    def __init__(self, func, **attributes):
         super().__init__()
         self.lin, self.bn, self.out = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
         self.func = func
@@ -43,14 +41,14 @@ class Net(nn.Module):
             for p in self.double().parameters():
                 nn.init.normal_(p)
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.func(self, self.bn(self.lin(x)))
 
 
-def gradient(fn: Any, x: Tensor, way: str) -> Any:
+def gradient(fn, x, way):
     """Gradients, value, and buffers."""
 
-    def loss(params: Any, x: Tensor) -> Any:
+    def loss(params, x):
         out, buffers = fn.apply(params, fn.buffers, x)
         leaves = out if isinstance(out, (tuple, list)) else [out]
         return sum(y.sin().sum(1).mean() for y in leaves), buffers
@@ -66,7 +64,7 @@ def gradient(fn: Any, x: Tensor, way: str) -> Any:
     return grads, value, buffers
 
 
-def near(got: Any, want: Any) -> None:
+def near(got, want):
     for mine, its in zip(got, want, strict=True):
         pairs = [(mine[k], its[k]) for k in its] if isinstance(its, dict) else [(mine, its)]
         size = sum(float(b.double().norm()) ** 2 for _, b in pairs) ** 0.5
@@ -74,7 +72,7 @@ def near(got: Any, want: Any) -> None:
         assert off <= PROMISED * (1 + size)
 
 
-def compare(cut: Any, plain: Any, way: str) -> None:
+def compare(cut, plain, way):
     want = gradient(plain, X, way)
     near(gradient(cut, X, way), want)
 
@@ -83,14 +81,14 @@ def compare(cut: Any, plain: Any, way: str) -> None:
 
 
 GLOBAL = {"scale": 1.0, "twice": False}
-FLAG: contextvars.ContextVar[bool] = contextvars.ContextVar("flag", default=False)
+FLAG = contextvars.ContextVar("flag", default=False)
 LOCAL = threading.local()
 
 
-def attribute(name: str, *values: Any) -> Callable[[Net], list[Callable[[], Any]]]:
-    def changes(net: Net) -> list[Callable[[], Any]]:
+def attribute(name, *values):
+    def changes(net):
         owner, _, last = name.rpartition(".")
-        at: Any = net
+        at = net
         for part in filter(None, owner.split(".")):
             at = getattr(at, part)
         return [lambda value=value: setattr(at, last, value) for value in values]
@@ -98,32 +96,32 @@ def attribute(name: str, *values: Any) -> Callable[[Net], list[Callable[[], Any]
     return changes
 
 
-def item(get: Callable[[Any], Any], key: Any, *values: Any) -> Any:
+def item(get, key, *values):
     return lambda net: [lambda value=value: get(net).__setitem__(key, value) for value in values]
 
 
-def branch(condition: Callable[[Any, Tensor], bool]) -> Callable[[Any, Tensor], Tensor]:
+def branch(condition):
     return lambda self, x: self.out(x.exp()) if condition(self, x) else x * 2
 
 
-def tried(self: Any, x: Tensor) -> Tensor:
+def tried(self, x):
     try:
         return x * self.cfg.scale
     except AttributeError:
         return x
 
 
-def closure() -> tuple[Callable[[Any, Tensor], Tensor], Callable[[Net], list[Callable[[], Any]]]]:
+def closure():
     scale = 1.0
 
-    def change() -> None:
+    def change():
         nonlocal scale
         scale = 3.0
 
     return lambda self, x: x * scale, lambda _: [change]
 
 
-def detached_in_a_branch(self: Any, x: Tensor) -> Tensor:
+def detached_in_a_branch(self, x):
     stopped = x.detach()
     return self.out(stopped if self.cfg.stop else x) + x.sin()
 
@@ -131,13 +129,13 @@ def detached_in_a_branch(self: Any, x: Tensor) -> Tensor:
 class Doubled(nn.Module):
     factor = 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * type(self).factor
 
 
 CLOSURE = closure()
 CFG = SimpleNamespace
-PROGRAMS: dict[str, tuple[Any, dict[str, Any], Any]] = {
+PROGRAMS = {
     # name: (forward, attributes, changes)
     "attribute": (lambda self, x: x * self.t, {"t": 1.0}, attribute("t", 0.5, 0.25, 3.0)),
     "int attribute": (lambda self, x: x**self.n, {"n": 2}, attribute("n", 3, 4)),
@@ -276,7 +274,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("way", ["backward", "torch.func"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_changes_between_two_calls_is_seen(name: str, way: str) -> None:
+def test_what_changes_between_two_calls_is_seen(name, way):
     func, attributes, changes = PROGRAMS[name]
     net = Net(func, **attributes)
     cut, plain = pa.functional(net, microbatch_size=3), pa.functional(net)
@@ -290,7 +288,7 @@ def test_what_changes_between_two_calls_is_seen(name: str, way: str) -> None:
 # Branches that stand-ins for tensors would get wrong --------------------------------------------
 
 
-SEES: dict[str, Callable[[Any, Tensor], bool]] = {
+SEES = {
     "isinstance": lambda self, x: isinstance(x, Tensor),
     "type": lambda self, x: type(x) is Tensor,
     "is_tensor": lambda self, x: torch.is_tensor(x),
@@ -313,7 +311,7 @@ SEES: dict[str, Callable[[Any, Tensor], bool]] = {
 
 @pytest.mark.parametrize("around", ["nothing", "no_grad", "autocast", "inference_mode"])
 @pytest.mark.parametrize("name", SEES)
-def test_a_branch_goes_the_way_of_the_module(name: str, around: str) -> None:
+def test_a_branch_goes_the_way_of_the_module(name, around):
     net = Net(branch(SEES[name]))
     cut, plain = pa.functional(net, microbatch_size=3), pa.functional(net)
     for mode in (contextlib.nullcontext(), MODES[around](), contextlib.nullcontext()):
@@ -323,7 +321,7 @@ def test_a_branch_goes_the_way_of_the_module(name: str, around: str) -> None:
         torch.testing.assert_close(got[0], want[0], rtol=unit, atol=unit)
 
 
-MODES: dict[str, Any] = {
+MODES = {
     "nothing": contextlib.nullcontext,
     "no_grad": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -334,11 +332,11 @@ MODES: dict[str, Any] = {
 # What is refused -------------------------------------------------------------------------------
 
 
-def updated(self: Any, x: Tensor) -> Tensor:
+def updated(self, x):
     return x - self.bn.running_mean
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+REFUSED = {
     "statistics after the call": (updated, "is read again"),
     "requires_grad": (lambda self, x: x * 2 if x.requires_grad else x, "requires_grad"),
     "grad_fn": (lambda self, x: x if x.grad_fn is None else x * 2, "grad_fn"),
@@ -365,7 +363,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_trace_would_lose_is_refused(name: str) -> None:
+def test_what_a_trace_would_lose_is_refused(name):
     func, words = REFUSED[name]
     net = Net(func)
     before = {key: x.clone() for key, x in net.state_dict().items()}
@@ -377,12 +375,12 @@ def test_what_a_trace_would_lose_is_refused(name: str) -> None:
     assert all(torch.equal(x, before[key]) for key, x in net.state_dict().items())
 
 
-def test_memory_is_flat_over_calls_that_differ() -> None:
+def test_memory_is_flat_over_calls_that_differ():
     """Nothing of a call is left: no trace, no code, no structure of a trace beyond a few."""
     net = Net(lambda self, x: sum(x * self.cfg.t for _ in range(self.cfg.n)), cfg=CFG(t=1.0, n=1))
     cut = pa.functional(net, microbatch_size=3)
 
-    def calls(count: int) -> int:
+    def calls(count):
         for i in range(count):
             net.cfg.t, net.cfg.n = 1.0 / (i + 2), i % 3 + 1
             gradient(cut, X, "backward")
@@ -394,11 +392,11 @@ def test_memory_is_flat_over_calls_that_differ() -> None:
     assert len(linecache.cache) <= lines + 1
 
 
-def test_threads_whose_contexts_differ_each_get_their_own() -> None:
+def test_threads_whose_contexts_differ_each_get_their_own():
     net = Net(branch(lambda self, x: getattr(LOCAL, "on", False)))
     cut, plain = pa.functional(net, microbatch_size=3), pa.functional(net)
 
-    def call(on: bool) -> None:
+    def call(on):
         LOCAL.on = on
         for _ in range(5):
             compare(cut, plain, "torch.func")

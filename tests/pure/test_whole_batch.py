@@ -4,7 +4,7 @@ The oracle is the module itself, called on the whole batch, and ``.backward()``.
 float64; what is promised is 1e-10 of the gradient's norm.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -29,18 +29,18 @@ Size = int | Sequence[int]
 Loss = Callable[[Any, Any], Tensor]  # of what the module returns, and the batch
 
 
-def norm(tensors: Mapping[str, Tensor]) -> float:
+def norm(tensors):
     return float(torch.stack([x.detach().double().norm() for x in tensors.values()]).norm())
 
 
-def apart(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+def apart(a, b):
     """Relative to the second."""
     assert list(a) == list(b)
     assert all(a[name].dtype == b[name].dtype for name in b)
     return norm({name: a[name] - b[name] for name in b}) / norm(b)
 
 
-def backward(loss: Any, params: Any, batch: Any) -> Any:
+def backward(loss, params, batch):
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
     value, buffers = loss(leaves, batch)
     value.backward()
@@ -50,7 +50,7 @@ def backward(loss: Any, params: Any, batch: Any) -> Any:
     )
 
 
-WAYS: dict[str, Any] = {
+WAYS = {
     "backward": lambda loss: lambda params, batch: backward(loss, params, batch),
     "torch.func": lambda loss: torch.func.grad_and_value(loss, has_aux=True),
     "pa.grad": lambda loss: pa.grad_and_value(loss, has_aux=True, aux_reduction="last"),
@@ -58,20 +58,18 @@ WAYS: dict[str, Any] = {
 ways = pytest.mark.parametrize("way", WAYS)
 
 
-def fit(out: Tensor, batch: Any) -> Tensor:
+def fit(out, batch):
     """Some loss of float outputs, its target made of the rows."""
     x = batch if isinstance(batch, Tensor) else batch["x"]
     return ((out - x.flatten(1).mean(1, keepdim=True).cos()) ** 3).sum(1).mean()
 
 
-def plain(module: Any, batch: Any) -> Any:
+def plain(module, batch):
     """The module called with the batch, which it may write to."""
     return module(optree.tree_map(torch.clone, batch))
 
 
-def whole(
-    module: nn.Module, batch: Any, loss_of: Loss, call: Any = plain
-) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+def whole(module, batch, loss_of, call=plain):
     """The full batch, by torch alone; the module stays as it was."""
     module = deepcopy(module)
     loss = loss_of(call(module, batch), batch)
@@ -82,20 +80,13 @@ def whole(
     return grads, loss.detach(), dict(module.named_buffers())
 
 
-def cut(
-    module: nn.Module,
-    batch: Any,
-    size: Size,
-    loss_of: Loss,
-    way: str = "backward",
-    call: Any = plain,
-) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+def cut(module, batch, size, loss_of, way="backward", call=plain):
     fn = pa.functional(module, microbatch_size=size)
 
-    def loss(params: Any, batch: Any) -> tuple[Tensor, Any]:
-        new: list[Any] = []
+    def loss(params, batch):
+        new = []
 
-        def own(*args: Any, **kwargs: Any) -> Any:
+        def own(*args, **kwargs):
             out, buffers = fn.apply(params, fn.buffers, *args, **kwargs)
             new.append(buffers)
             return out
@@ -106,14 +97,7 @@ def cut(
     return grads, value, buffers
 
 
-def check(
-    module: nn.Module,
-    batch: Any,
-    sizes: Sequence[Size],
-    loss_of: Loss = fit,
-    way: str = "backward",
-    call: Any = plain,
-) -> float:
+def check(module, batch, sizes, loss_of=fit, way="backward", call=plain):
     """The worst error of gradients, loss and running statistics."""
     before = deepcopy(module.state_dict())
     want, want_value, want_buffers = whole(module, batch, loss_of, call)
@@ -132,15 +116,15 @@ def check(
 # Residual networks ---------------------------------------------------------------------------
 
 
-def images(rows: int, size: int = 8) -> tuple[Tensor, Tensor]:
+def images(rows, size=8):
     return torch.randn(rows, 3, size, size, dtype=torch.float64), torch.arange(rows) % 10
 
 
-def classify(out: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+def classify(out, batch):
     return F.cross_entropy(out, batch[1])
 
 
-def first(module: Any, batch: tuple[Tensor, Tensor]) -> Any:
+def first(module, batch):
     return module(batch[0])
 
 
@@ -166,11 +150,11 @@ def test_a_residual_network_accumulated_plainly_is_another(make):
     fn = pa.functional(module)
     want, _, want_buffers = whole(module, batch, classify, first)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         out, buffers = fn.apply(params, fn.buffers, batch[0])
         return classify(out, batch), buffers
 
-    knobs: dict[str, Any] = {"microbatch_size": 4, "has_aux": True, "aux_reduction": "last"}
+    knobs = {"microbatch_size": 4, "has_aux": True, "aux_reduction": "last"}
     with pytest.raises(pa.CoupledLossError, match="batch statistics"):
         pa.grad_and_value(loss, **knobs)(fn.params, batch)
     grads, (_, buffers) = pa.grad_and_value(loss, **knobs, check=False)(fn.params, batch)
@@ -181,7 +165,7 @@ def test_a_residual_network_accumulated_plainly_is_another(make):
 def test_a_contrastive_loss_of_a_network_with_batch_norm_is_the_full_batch_s():
     """Rows meet in the loss too, which is plain code."""
 
-    def pairs(out: Tensor, batch: Any) -> Tensor:
+    def pairs(out, batch):
         z = F.normalize(out, dim=1)
         return F.cross_entropy(z @ z.flip(0).T / 0.5, torch.arange(len(z)))
 
@@ -192,7 +176,7 @@ def test_a_contrastive_loss_of_a_network_with_batch_norm_is_the_full_batch_s():
 
 
 @st.composite
-def batch_norms(draw: Any, width: int, kind: type[nn.Module]) -> nn.Module:
+def batch_norms(draw, width, kind):
     return kind(
         width,
         eps=draw(st.sampled_from([1e-5, 1e-2])),
@@ -202,7 +186,7 @@ def batch_norms(draw: Any, width: int, kind: type[nn.Module]) -> nn.Module:
     )
 
 
-KINDS: dict[str, Any] = {  # BatchNorm, what mixes channels, and the shape of a row
+KINDS = {  # BatchNorm, what mixes channels, and the shape of a row
     "rows": (nn.BatchNorm1d, nn.Linear, (3,)),
     "sequences": (nn.BatchNorm1d, lambda a, b: nn.Conv1d(a, b, 3, padding=1), (3, 5)),
     "images": (nn.BatchNorm2d, lambda a, b: nn.Conv2d(a, b, 3, padding=1), (3, 4, 4)),
@@ -211,10 +195,10 @@ KINDS: dict[str, Any] = {  # BatchNorm, what mixes channels, and the shape of a 
 
 
 @st.composite
-def sequentials(draw: Any, name: str) -> nn.Sequential:
+def sequentials(draw, name):
     """BatchNorm first, last, twice in a row, or nowhere."""
     kind, mixing, shape = KINDS[name]
-    layers: list[nn.Module] = []
+    layers = []
     inside = 3
     for _ in range(draw(st.integers(1, 4))):
         for _ in range(draw(st.integers(0, 2))):
@@ -231,7 +215,7 @@ def sequentials(draw: Any, name: str) -> nn.Sequential:
 
 
 class Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x.mean(2)
 
 
@@ -289,7 +273,7 @@ def test_networks_of_other_shapes_are_the_full_batch_s(name, way):
 def test_arguments_may_have_names_and_be_no_tensors(way):
     batch = {"x": X, "side": torch.randn(11, 2, dtype=torch.float64)}
 
-    def by_name(module: Any, batch: Any) -> Any:
+    def by_name(module, batch):
         return module(**batch)
 
     module = resnets.TwoInputs().double()
@@ -320,13 +304,13 @@ def test_a_module_may_have_outputs_from_all_levels():
     for mine, its in zip(pa_leaves(out), pa_leaves(want), strict=True):
         torch.testing.assert_close(mine, its, rtol=PROMISED, atol=0)
 
-    def of_all(out: Any, batch: Any) -> Tensor:
+    def of_all(out, batch):
         return sum((x.sin().sum(1).mean() for x in pa_leaves(out)), torch.zeros(()))
 
     check(module, X, [4, 11], of_all)
 
 
-def pa_leaves(out: Any) -> list[Tensor]:
+def pa_leaves(out):
     return [out["deep"][0], *out["deep"][1], out["early"], out["input"]]
 
 
@@ -338,18 +322,18 @@ def test_sizes_may_depend_on_the_number_of_rows():
 class Scratch(nn.Module):
     """Makes tensors of sizes alone, above a BatchNorm, and writes to them below it."""
 
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, make):
         super().__init__()
         self.make, self.norm, self.last = make, nn.BatchNorm1d(4), nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         held = self.make(x)
         y = self.norm(x)
         held.add_(y)
         return self.last(held)
 
 
-SCRATCH: dict[str, Callable[[Tensor], Tensor]] = {
+SCRATCH = {
     "zeros": lambda x: torch.zeros(x.shape, dtype=x.dtype),
     "zeros and one": lambda x: torch.zeros(x.shape, dtype=x.dtype) + 1,
     "full": lambda x: torch.full((x.size(0), x.size(1)), 2.0, dtype=torch.float64),
@@ -358,7 +342,7 @@ SCRATCH: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("make", SCRATCH.values(), ids=SCRATCH)
-def test_what_is_made_of_sizes_may_be_written_to(make: Any) -> None:
+def test_what_is_made_of_sizes_may_be_written_to(make):
     check(Scratch(make).double(), X, [1, 4, 11])
 
 
@@ -405,16 +389,16 @@ def test_modes_and_attributes_are_those_of_each_call():
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.LeakyReLU()).double()
     fn = pa.functional(module, microbatch_size=4)
 
-    def train() -> None:
+    def train():
         module.train()
 
-    def evaluate() -> None:
+    def evaluate():
         module.eval()
 
-    def keep_more() -> None:
+    def keep_more():
         module[1].momentum = 0.5
 
-    def bend() -> None:
+    def bend():
         module[2].negative_slope = 0.5
 
     for change in (train, evaluate, train, keep_more, bend, evaluate):
@@ -432,7 +416,7 @@ def test_three_steps_are_those_of_torch_on_the_full_batch(engine):
     fn = pa.functional(deepcopy(module), microbatch_size=5)
     own = torch.optim.SGD(module.parameters(), lr=0.1)
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         out, new_buffers = fn.apply(params, buffers, batch[0])
         return classify(out, batch), new_buffers
 
@@ -455,7 +439,7 @@ def test_three_steps_are_those_of_torch_on_the_full_batch(engine):
 SMALL = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
 
 
-def gradients(size: int | None) -> Any:
+def gradients(size):
     fn = pa.functional(SMALL, microbatch_size=size)
     return torch.func.grad(lambda p: fit(fn.apply(p, fn.buffers, X)[0], X))
 
@@ -471,8 +455,8 @@ def test_second_derivatives_are_right_in_all_orders():
 
     fn = pa.functional(SMALL, microbatch_size=4)
 
-    def slope(params: Any) -> Tensor:
-        def loss(p: Any) -> Tensor:
+    def slope(params):
+        def loss(p):
             return fit(fn.apply(p, fn.buffers, X)[0], X)
 
         return torch.func.jvp(loss, (params,), (along,))[1]
@@ -488,7 +472,7 @@ def test_an_ensemble_under_vmap_is_its_members():
     params = pa.stack([fn.params for fn in fns])
     buffers = pa.stack([fn.buffers for fn in fns])
 
-    def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+    def loss(params, buffers, x):
         out, new = fns[0].apply(params, buffers, x)
         return fit(out, x), new
 
@@ -538,7 +522,7 @@ def test_inside_a_compiled_function_it_is_one_graph():
 WIDTH, DEPTH, SIZE = 32, 6, 64
 
 
-def peak(rows: int, size: int | None) -> int:
+def peak(rows, size):
     """Of a forward and a backward pass, in bytes of tensors."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.GELU()]
     body = [deepcopy(layer) for _ in range(DEPTH) for layer in layers]
@@ -551,12 +535,12 @@ def peak(rows: int, size: int | None) -> int:
     return live.peak
 
 
-def per_row(size: int | None) -> float:
+def per_row(size):
     """What each row adds to the peak, in rows of one activation."""
     return (peak(32 * SIZE, size) - peak(16 * SIZE, size)) / (16 * SIZE * WIDTH * 4)
 
 
-def test_what_is_kept_is_the_input_of_each_batch_norm() -> None:
+def test_what_is_kept_is_the_input_of_each_batch_norm():
     """And at one of them its gradient. Three numbers a microbatch, and the output, are the rest."""
     assert per_row(SIZE) <= DEPTH + 1 + 0.75
     assert per_row(None) >= 3 * DEPTH
@@ -573,7 +557,7 @@ def test_dropout_draws_the_same_again():
     fn = pa.functional(module, microbatch_size=4)
     func = torch.func.grad_and_value(lambda p: fit(fn.apply(p, fn.buffers, X)[0], X))
 
-    def at(step: float) -> Tensor:
+    def at(step):
         torch.manual_seed(7)
         return func({k: p + step * direction[k] for k, p in fn.params.items()})[1]
 

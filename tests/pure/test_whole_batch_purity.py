@@ -1,7 +1,6 @@
 """A module that takes a whole batch in microbatches is not touched, and threads do not meet."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,19 +18,19 @@ pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
 X = torch.randn(6, 4, generator=generator(0))
 
 
-def gradient(fn: Any, params: Any, x: Tensor = X) -> Any:
-    def loss(params: Any) -> Any:
+def gradient(fn, params, x=X):
+    def loss(params):
         out, buffers = fn.apply(params, fn.buffers, x)
         return out.square().mean(), buffers
 
     return torch.func.grad(loss, has_aux=True)(params)
 
 
-def scaled(params: Any, by: float) -> Any:
+def scaled(params, by):
     return {name: by * p for name, p in params.items()}
 
 
-def test_the_module_and_what_is_given_stay_as_they_are() -> None:
+def test_the_module_and_what_is_given_stay_as_they_are():
     module = resnets.InPlace()  # it writes to its input and to what it computes
     fn = pa.functional(module, microbatch_size=4)
     before = [dict(vars(part)) for part in module.modules()]
@@ -42,7 +41,7 @@ def test_the_module_and_what_is_given_stay_as_they_are() -> None:
         assert all(vars(part)[name] is value for name, value in then.items())
 
 
-def test_new_buffers_share_no_memory_with_those_that_were_given() -> None:
+def test_new_buffers_share_no_memory_with_those_that_were_given():
     for module in (nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval()):
         fn = pa.functional(module, microbatch_size=4)
         _, new = fn.apply(fn.params, fn.buffers, X)
@@ -50,7 +49,7 @@ def test_new_buffers_share_no_memory_with_those_that_were_given() -> None:
             assert x.data_ptr() != fn.buffers[name].data_ptr()
 
 
-def test_threads_get_the_gradients_of_their_own_parameters() -> None:
+def test_threads_get_the_gradients_of_their_own_parameters():
     """All of them begin with a module that nobody has traced yet."""
     fn = pa.functional(resnets.Shared(), microbatch_size=4)
     several = [scaled(fn.params, 1 + i / 4) for i in range(8)]
@@ -59,13 +58,13 @@ def test_threads_get_the_gradients_of_their_own_parameters() -> None:
     assert_trees_bitwise_equal(found, [gradient(fn, params) for params in several])
 
 
-def test_threads_that_trace_at_once_leave_torch_as_it_was() -> None:
+def test_threads_that_trace_at_once_leave_torch_as_it_was():
     """Each of them in a mode of its own thread."""
     before = nn.Module.__call__, nn.Module.__getattr__
     modules = [resnets.resnet18(2) for _ in range(4)]
     images = torch.randn(4, 3, 8, 8, generator=generator(1))
 
-    def run(module: nn.Module) -> Any:
+    def run(module):
         fn = pa.functional(module, microbatch_size=4)
         return fn.apply(fn.params, fn.buffers, images)[0]
 
@@ -75,20 +74,20 @@ def test_threads_that_trace_at_once_leave_torch_as_it_was() -> None:
     assert_trees_bitwise_equal(found, [run(module) for module in modules])
 
 
-def test_other_threads_call_modules_while_one_is_traced() -> None:
+def test_other_threads_call_modules_while_one_is_traced():
     """The one that is traced among them, and its parts."""
     module = resnets.resnet18(2)
     images = torch.randn(4, 3, 8, 8, generator=generator(1))
     part, plain = module.layer1[0].conv1, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     weight, h = part.weight, torch.randn(2, 2, 4, 4, generator=generator(2))
-    calls: list[Callable[[], Any]] = [
+    calls = [
         lambda: torch.equal(part(h), nn.functional.conv2d(h, weight, padding=1)),
         lambda: part.weight is weight,
         lambda: isinstance(plain(X), Tensor),
     ]
     done, wrong = threading.Event(), list[Any]()
 
-    def call() -> None:
+    def call():
         while not done.is_set():
             for n, right in enumerate(calls):
                 try:
