@@ -33,23 +33,16 @@ def trained_params():
 
 
 @every_call
-def test_a_call_changes_nothing(name, knobs):
+def test_a_call_changes_nothing_and_gives_the_same_again(name, knobs):
     params, batch = trained_params(), make_batch()
     with unchanged(params, batch):
-        CALLS[name].run(mean_loss, params, batch, **knobs)
-
-
-@every_call
-def test_what_a_batch_gives_is_the_same_the_second_time(name, knobs):
-    params, batch = trained_params(), make_batch()
-    first, second = (CALLS[name].run(mean_loss, params, batch, **knobs) for _ in range(2))
+        first, second = (CALLS[name].run(mean_loss, params, batch, **knobs) for _ in range(2))
     assert_trees_bitwise_equal(first, second)
 
 
 @every_call
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_an_error_in_the_loss_changes_nothing(name, knobs, where):
-    """At whatever microbatch."""
     params, batch, calls = trained_params(), make_batch(), []
     at = 0 if where == "first" or name == "one microbatch" else 2
 
@@ -124,7 +117,6 @@ def test_looking_at_a_tree_changes_nothing():
 
 
 def test_microbatches_are_views():
-    """Nothing is copied, and cutting alone touches nothing."""
     batch = make_batch()
     with unchanged(batch):
         parts = list(pa.microbatches(batch, 2))

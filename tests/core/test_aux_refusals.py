@@ -61,7 +61,6 @@ def run(transform, loss, how, rows):
 @transforms()
 @pytest.mark.parametrize(("how", "aux", "error", "words"), NOT_REDUCED.values(), ids=NOT_REDUCED)
 def test_a_leaf_that_is_not_of_its_kind_is_refused(transform, how, aux, error, words):
-    """Seen at the first microbatch."""
     loss = with_aux(aux)
     with refused(error, "aux['a'][0]", *words, given=PARAMS, loss=loss, calls=1):
         run(transform, loss, how, 5)

@@ -232,7 +232,6 @@ class Network(nn.Module):
     ],
 )
 def test_a_part_of_a_network_is_cut_inside_of_it(around, by):
-    """With other parameters than its own, by either way of calling it, and with its own."""
     x, results = normal(ROWS, 3), []
     for cut in (True, False):
         net = Network(cut)

@@ -54,8 +54,6 @@ def test_hessian_of_the_value_is_jacobian_of_the_gradient(problem):
 @examples(1 / 6)
 @given(problems)
 def test_the_hessian_vector_product_that_the_documentation_names(problem):
-    """``jvp(pa.grad(f))`` is the microbatched Hessian times a vector."""
-
     def product(f):
         hessian = torch.func.hessian(f)(problem.params, problem.batch)
         vector = tangent(problem.params)
@@ -142,7 +140,6 @@ rowwise = st.builds(make, st.just("mean"), policies, seeds(), st.integers(1, 7),
 @examples(1 / 3)
 @given(rowwise)
 def test_pa_grad_stands_beside_per_sample_gradients(problem):
-    """vmap(pa.grad) over rows is vmap(torch.func.grad), and its mean is pa.grad of the batch."""
     samples = {key: column[:, None] for key, column in problem.batch.items()}
     ours = pa.grad(total, microbatch_size=1, **problem.knobs)
     each = torch.func.vmap(ours, (None, 0))(problem.params, samples)

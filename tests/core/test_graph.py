@@ -59,7 +59,6 @@ def test_so_it_is_where_the_loss_captures_a_parameter(name, knobs):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("reduction", ["concat", "sum", "mean", "last"])
 def test_so_it_is_with_aux_whatever_it_is_made_from(engine, reduction):
-    """From params, from the batch, or from a captured parameter."""
     params = KINDS["parameters"](make_params())
     captured = torch.nn.Parameter(torch.ones(2))
 
@@ -99,7 +98,6 @@ def test_no_activation_outlives_the_call(name, knobs):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("nonfinite", NONFINITE)
 def test_no_activation_outlives_its_microbatch(engine, nonfinite):
-    """The memory of one microbatch: when the next one begins, the last one is gone."""
     activations = []
     alive = []
 

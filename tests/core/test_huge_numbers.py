@@ -42,7 +42,6 @@ SIZES = {
     "name", [n if n != "compiled" else pytest.param(n, marks=pytest.mark.slow) for n in SIZES]
 )
 def test_a_size_may_be_any_number_above_the_rows(name):
-    """It takes a batch whole, in an eager step as in a compiled one."""
     want = SIZES[name](1000)
     for huge in (2**63 - 1, 2**63, 2**64, 10**400, 10**5000):
         assert_trees_bitwise_equal(SIZES[name](huge), want)

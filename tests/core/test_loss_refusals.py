@@ -82,7 +82,6 @@ def test_a_weight_is_a_real_number(to, weight, came):
 
 @each_once("to, returns, came", ALL, NO_PAIRS)
 def test_a_loss_with_aux_is_a_pair(to, returns, came):
-    """``Weighted`` is a pair of another kind."""
     loss = Loss(returns)
     words = (f"the loss returned {came}", "has_aux=True", "(loss, aux)", "Weighted")
     with refused(TypeError, *words, given=PARAMS, loss=loss, calls=1):

@@ -68,7 +68,6 @@ def test_a_gradient_in_one_member_may_be_nan_where_its_loss_is_not(members):
 @examples(1 / 4)
 @given(seeds(), losses, st.integers(2, 12), st.integers(1, 4), st.integers(0, MEMBERS - 1))
 def test_a_fault_propagates_in_its_member_alone(seed, loss, rows, size, bad):
-    """Without ``skip``: what is NaN in the full batch is NaN, there and nowhere else."""
     params = make_params(seed)
     batches = [make_batch(seed + i, rows) for i in range(MEMBERS)]
     batches[bad]["y"][0] = torch.nan
@@ -90,7 +89,6 @@ def test_a_fault_propagates_in_its_member_alone(seed, loss, rows, size, bad):
 @examples(1 / 2)
 @given(seeds(), losses, st.integers(1, 3), st.integers(0, 3), st.integers(0, MEMBERS - 1))
 def test_a_stream_of_stacked_states_is_that_of_its_members(seed, loss, size, poisoned, bad):
-    """init, update, merge and finalize under vmap are those of each member alone."""
     acc = pa.accumulator(loss.call, reduction=loss.reduction, nonfinite="skip")
     several = [make_params(seed + i) for i in range(MEMBERS)]
     parts = [[make_batch(seed + 10 * i + j, size) for i in range(MEMBERS)] for j in range(4)]
@@ -119,7 +117,6 @@ def test_a_stream_of_stacked_states_is_that_of_its_members(seed, loss, size, poi
 @examples(1 / 4)
 @given(seeds(), losses, st.integers(2, 12), st.data())
 def test_donation_is_without_effect_under_vmap(seed, loss, rows, data):
-    """Under a transform nothing is taken over: the old state lives, and the result is the same."""
     size = data.draw(st.integers(1, rows))
     acc = pa.accumulator(loss.call, reduction=loss.reduction)
     params, batch = make_params(seed), make_batch(seed, rows)

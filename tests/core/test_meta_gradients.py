@@ -200,7 +200,6 @@ def test_derivatives_through_steps_are_those_of_differences():
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("captured", ["rate", "theta"])
 def test_a_rematerialised_step_has_the_derivatives_of_what_it_captures(size, captured):
-    """Its derivatives are those of the step as it is."""
     at, batches = make(0)
     gradient = pa.grad(weighted, microbatch_size=size)
 

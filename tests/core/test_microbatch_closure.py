@@ -79,7 +79,6 @@ def test_the_tangent_of_a_cut_is_the_cut_of_the_tangent(cut, seed):
 
 @given(cuts, seeds(), st.sampled_from([(0, None), (None, 0), (0, 1), (None, 2)]))
 def test_the_map_of_a_cut_is_the_cut_of_the_map(cut, seed, dims):
-    """Over shared tensors, over rows along any dim, and over both."""
     w, x, _ = exact(seed)
     micro = partial(pa.microbatch, microbatch_size=cut)
     ws = torch.stack([w, -w, w.flip(0)]) if dims[0] == 0 else w
@@ -97,7 +96,6 @@ def test_the_map_of_a_cut_is_the_cut_of_the_map(cut, seed, dims):
 @examples(1 / 2)
 @given(cuts, seeds())
 def test_derivatives_of_higher_order_have_the_bits_of_plain_code(order, by, cut, seed):
-    """With respect to what is shared and to rows, by torch.func and by autograd."""
     w, x, c = exact(seed)
     micro = pa.microbatch(both, microbatch_size=cut, reduce=WORDS)
 
@@ -291,7 +289,6 @@ class Product(torch.autograd.Function):
 
 @pytest.mark.parametrize(("reduce", "out"), [("sum", Tensor.sum), ("concat", Tensor.clone)])
 def test_no_gradient_is_taken_of_what_needs_none(reduce, out):
-    """Of the operands of a microbatch, only those that need a gradient are differentiated."""
     f = pa.microbatch(lambda w, x: out(Product.apply(w, x)), microbatch_size=2, reduce=reduce)
     w = torch.tensor(2.0, requires_grad=True)
     Product.asked.clear()

@@ -84,7 +84,6 @@ def test_a_call_changes_nothing_and_gives_the_same_again(call, size):
 
 @calls
 def test_an_error_inside_changes_nothing(call):
-    """At every call, on the way forward and where it is computed again."""
     params, batch = make_params(), make_batch()
     left = 10**6
 
@@ -188,7 +187,6 @@ def test_what_is_written_to_before_the_backward_pass_is_refused(what):
 
 
 def test_a_recomputation_has_the_parameters_of_the_first_run():
-    """The recomputation sees those of the forward pass."""
     net, x = nn.Linear(3, 4), torch.ones(ROWS, 3, requires_grad=True)
     z = pa.microbatch(lambda x: net(x).square(), microbatch_size=4, batch_argnums=0)(x)
     want = torch.autograd.grad(net(x).square().sum(), x)[0]
@@ -265,7 +263,6 @@ def test_an_error_where_it_is_computed_again_puts_the_generator_back():
 
 
 def test_threads_do_not_see_each_other_s_microbatches():
-    """One network, four threads, each with parameters of its own, forward and backward."""
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     fn, x = pa.functional(net), normal(ROWS, 3)
 

@@ -1,6 +1,7 @@
 """What ``pa.microbatch`` cannot cut, add up or differentiate is refused in words that help."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,7 @@ from tests.refusals import Loss, refused, saying
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
-W = torch.tensor([1.0, -2.0])
-X = torch.arange(8.0).reshape(4, 2)
+W, X = torch.tensor([1.0, -2.0]), torch.arange(8.0).reshape(4, 2)
 
 
 def rows(w, x):
@@ -22,124 +22,128 @@ def micro(func=rows, size=2, **knobs):
     return pa.microbatch(func, microbatch_size=size, **knobs)
 
 
-# Knobs -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", [None, "rows", W], ids=["None", "str", "tensor"])
-def test_what_is_no_function_is_refused(what):
-    with refused(TypeError, "func is", "expected a function"):
-        micro(what)
+KNOBS = {  # what it is made of, the error, and words of it
+    **{
+        f"func {name}": ({"func": what}, TypeError, "func is", "expected a function")
+        for name, what in {"None": None, "str": "rows", "tensor": W}.items()
+    },
+    "size 0": ({"size": 0}, ValueError, "microbatch_size is 0"),
+    "size 2.0": ({"size": 2.0}, TypeError, "microbatch_size is 2.0"),
+    "size (2, 0)": ({"size": (2, 0)}, ValueError, "microbatch_size[1] is 0"),
+    "size [True, 3]": ({"size": [True, 3]}, TypeError, "microbatch_size[0] is True"),
+    "size large": ({"size": "large"}, TypeError, "microbatch_size is 'large'"),
+    **{
+        f"reduce {word!r}": (
+            {"reduce": word},
+            ValueError,
+            "reduce is",
+            "'concat' or 'sum'",
+            "Reducer",
+        )
+        for word in ("average", 1, ["sum", "all"])
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("size", "error", "words"),
-    [
-        (0, ValueError, ["microbatch_size is 0"]),
-        (2.0, TypeError, ["microbatch_size is 2.0"]),
-        ((2, 0), ValueError, ["microbatch_size[1] is 0"]),
-        ([True, 3], TypeError, ["microbatch_size[0] is True"]),
-        ("large", TypeError, ["microbatch_size is 'large'"]),
-    ],
+    ("knobs", "error", "words"), [(*row[:2], row[2:]) for row in KNOBS.values()], ids=KNOBS
 )
-def test_sizes_are_positive_ints(size, error, words):
+def test_a_knob_that_makes_no_sense_is_refused(knobs, error, words):
     with refused(error, *words):
-        micro(size=size)
+        micro(**knobs)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), [4, 1], ()], ids=str)
-@pytest.mark.parametrize("of", [pa.microbatch, pa.grad, pa.grad_and_value, pa.value])
-def test_sizes_that_are_not_the_batch_s_are_refused(of, sizes):
+SIZED = {of.__name__: of for of in (pa.grad, pa.grad_and_value, pa.value)} | {
+    "microbatch": partial(pa.microbatch, reduce="sum")
+}
+ARGUMENTS = {  # of a function that returns its rows, and is never called
+    "a name that is no argument": (
+        lambda f: micro(f, batch_argnums=(), batch_argnames="x")(W, X),
+        *("batch_argnames names 'x'", "batch_argnums"),
+    ),
+    "a position that is not there": (lambda f: micro(f)(W), "batch_argnums"),
+    "a dim that is not there": (lambda f: micro(f, dim=2)(W, X), "args[1]", "(4, 2)", "dim 2"),
+    "a shared tensor among rows": (
+        lambda f: micro(f)(W, {"x": X, "t": torch.tensor(1.0)}),
+        *("args[1]['t']", "0-d"),
+    ),
+    "rows that disagree": (lambda f: micro(f)(W, {"x": X, "y": X[:3]}), "args[1]['y']", "3", "4"),
+    "no rows at all": (lambda f: micro(f)(W, {"n": 3}), "no tensor", "batch_argnums"),
+    **{
+        f"sizes {sizes} of {name}": (
+            lambda f, of=of, sizes=sizes: of(f, microbatch_size=sizes)(W, X),
+            *(f"microbatch_size={list(sizes)}", f"{sum(sizes)} rows", "the batch has 4"),
+        )
+        for name, of in SIZED.items()
+        for sizes in ((2, 1), [4, 1], ())
+    },
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_cannot_be_cut_is_refused_before_any_work(name):
+    run, *words = ARGUMENTS[name]
     func = Loss(lambda w, x: rows(w, x).sum())
-    knobs = {"reduce": "sum"} if of is pa.microbatch else {}
-    words = (f"microbatch_size={list(sizes)}", f"{sum(sizes)} rows", "the batch has 4")
-    with refused(ValueError, *words, given=(W, X), loss=func):
-        of(func, microbatch_size=sizes, **knobs)(W, X)
+    with refused((ValueError, TypeError), *words, given=(W, X), loss=func):
+        run(func)
 
 
-@pytest.mark.parametrize("word", ["average", 1, ["sum", "all"]], ids=repr)
-def test_unknown_words_are_refused(word):
-    with refused(ValueError, "reduce is", "'concat' or 'sum'", "Reducer"):
-        micro(reduce=word)
+PER_SAMPLE = ("one row per sample", "'sum'", "'mean'", "'stack'", "Weighted")
+FIRST = lambda x: bool(x[0, 0] == 0)  # noqa: E731
+OUTPUTS = {  # what is called on rows, and words of the error
+    "0-d": (micro(lambda w, x: rows(w, x).sum(), 3), "has shape ()", *PER_SAMPLE),
+    "too few": (micro(lambda w, x: rows(w, x)[:1], 3), "has shape (1, 2)", *PER_SAMPLE),
+    "in a tree": (
+        micro(lambda w, x: {"a": x, "b": [x.sum(0)]}, 3),
+        *("has shape (2,)", *PER_SAMPLE),
+    ),
+    # of as many rows as the first microbatch; a ragged one tells
+    "a sum that still has rows": (micro(size=3, reduce="sum"), "(1, 2)", "(3, 2)", "'concat'"),
+    "words that are no prefix": (
+        micro(reduce={"a": "sum"}),
+        *("reduce=", "prefix of what func returned"),
+    ),
+    "another structure": (
+        micro(lambda w, x: {"a": x} if FIRST(x) else {"a": x, "b": x}),
+        "another structure for microbatch 1",
+    ),
+    "a constant that varies": (
+        micro(lambda w, x: (x, "first" if FIRST(x) else "other")),
+        "'other' after 'first'",
+    ),
+    "rows along a dim that it does not have": (
+        lambda w, x: micro(lambda x: x[0, 0], batch_argnums=0, dim=-3)(torch.ones(4, 1, 2)),
+        *("out has shape (2,)", "along dim -3"),
+    ),
+}
 
 
-def test_a_name_that_is_no_argument_is_refused():
-    func = Loss(rows)
-    run = micro(func, batch_argnums=(), batch_argnames="x")
-    with refused(ValueError, "batch_argnames names 'x'", "batch_argnums", given=(W, X), loss=func):
+def of_another_look(reduce, what):
+    """One that would be broadcast or cast to what came before is refused, as torch.cat would."""
+
+    def func(w, x):
+        out = x if reduce == "concat" else x.sum(0)
+        if FIRST(x):
+            return out
+        return out[..., :1] if what == "shape" else out.double()
+
+    came = ("(1,)", "(2,)") if reduce != "concat" else ("(2, 1)", "(2, 2)")
+    came = came if what == "shape" else ("torch.float64", "torch.float32")
+    return micro(func, reduce=reduce), "out", *came, "microbatch before"
+
+
+OUTPUTS |= {
+    f"another {what} to {reduce}": of_another_look(reduce, what)
+    for reduce in ("concat", "stack", "sum", "mean", "max")
+    for what in ("shape", "dtype")
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_cannot_be_reduced_is_refused(name):
+    run, *words = OUTPUTS[name]
+    with refused(TypeError if "constant" in name else ValueError, *words, given=(W, X)):
         run(W, X)
-
-
-def test_a_position_that_is_not_there_is_refused():
-    func = Loss(rows)
-    with refused(ValueError, "batch_argnums", given=W, loss=func):
-        micro(func)(W)
-
-
-# Batches -----------------------------------------------------------------------------------
-
-
-NO_BATCH = {
-    "a shared tensor among rows": ({"x": X, "t": torch.tensor(1.0)}, ["args[1]['t']", "0-d"]),
-    "rows that disagree": ({"x": X, "y": X[:3]}, ["args[1]['y']", "3", "4"]),
-    "no rows at all": ({"n": 3}, ["no tensor", "batch_argnums"]),
-}
-
-
-@pytest.mark.parametrize("what", NO_BATCH)
-def test_what_is_no_batch_is_refused(what):
-    """Before any work."""
-    batch, words = NO_BATCH[what]
-    func = Loss(lambda w, b: b["x"])
-    with saying((ValueError, TypeError), *words):
-        micro(func)(W, batch)
-    assert func.calls == 0
-
-
-def test_a_dim_that_is_not_there_is_refused():
-    func = Loss(rows)
-    with refused(ValueError, "args[1]", "(4, 2)", "dim 2", given=(W, X), loss=func):
-        micro(func, dim=2)(W, X)
-
-
-# Outputs -----------------------------------------------------------------------------------
-
-
-NO_ROWS = {
-    "0-d": (lambda w, x: rows(w, x).sum(), "()"),
-    "too few": (lambda w, x: rows(w, x)[:1], "(1, 2)"),
-    "in a tree": (lambda w, x: {"a": x, "b": [x.sum(0)]}, "(2,)"),
-}
-
-
-@pytest.mark.parametrize("what", NO_ROWS)
-def test_outputs_that_are_not_rows_are_refused(what):
-    func, shape = NO_ROWS[what]
-    words = (f"has shape {shape}", "one row per sample", "'sum'", "'mean'", "'stack'", "Weighted")
-    with refused(ValueError, *words, given=(W, X)):
-        micro(func, 3)(W, X)
-
-
-def test_a_sum_that_still_has_rows_is_refused():
-    """Of as many rows as the first microbatch; a ragged one tells."""
-    with refused(ValueError, "(1, 2)", "(3, 2)", "'concat'", given=(W, X)):
-        micro(size=3, reduce="sum")(W, X)
-
-
-def test_words_that_are_no_prefix_are_refused():
-    with refused(ValueError, "reduce=", "prefix of what func returned", given=(W, X)):
-        micro(reduce={"a": "sum"})(W, X)
-
-
-def test_another_structure_in_another_microbatch_is_refused():
-    func = lambda w, x: {"a": x} if x[0, 0] == 0 else {"a": x, "b": x}  # noqa: E731
-    with refused(ValueError, "another structure for microbatch 1", given=(W, X)):
-        micro(func)(W, X)
-
-
-def test_a_constant_that_varies_is_refused():
-    func = lambda w, x: (x, "first" if x[0, 0] == 0 else "other")  # noqa: E731
-    with refused(TypeError, "'other' after 'first'", given=(W, X)):
-        micro(func)(W, X)
 
 
 # Derivatives ---------------------------------------------------------------------------------
@@ -212,27 +216,3 @@ def test_auto_of_a_microbatched_function_is_refused_under_a_transform():
     run = micro(size="auto")
     with refused(RuntimeError, "'auto'"):
         torch.func.grad(lambda w: run(w, X).sum())(W)
-
-
-@pytest.mark.parametrize("reduce", ["concat", "stack", "sum", "mean", "max"])
-@pytest.mark.parametrize("what", ["shape", "dtype"])
-def test_microbatches_of_another_look_are_refused(reduce, what):
-    """One that would be broadcast or cast to what came before is refused, as torch.cat would."""
-
-    def func(x):
-        out = x if reduce == "concat" else x.sum(0)
-        if float(x[0, 0]) == 0:
-            return out
-        return out[..., :1] if what == "shape" else out.double()
-
-    x = torch.arange(8.0).reshape(4, 2)
-    came = ("(1,)", "(2,)") if reduce != "concat" else ("(2, 1)", "(2, 2)")
-    came = came if what == "shape" else ("torch.float64", "torch.float32")
-    with refused(ValueError, "out", *came, "microbatch before", given=x):
-        pa.microbatch(func, microbatch_size=2, batch_argnums=0, reduce=reduce)(x)
-
-
-def test_rows_along_a_dim_that_an_output_does_not_have_are_refused():
-    func = lambda x: x[0, 0]  # noqa: E731
-    with refused(ValueError, "out has shape (2,)", "along dim -3"):
-        pa.microbatch(func, microbatch_size=2, batch_argnums=0, dim=-3)(torch.ones(4, 1, 2))

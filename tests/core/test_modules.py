@@ -101,7 +101,6 @@ def test_parametrized_weights_have_their_gradients(engine, parametrization):
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_params_may_have_mixed_dtypes(engine, dtype):
-    """Each leaf is summed in its own width and comes back in its own dtype; exact data."""
     params = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(3), "c": torch.ones((), dtype=dtype)}
     x = torch.randint(-15, 16, (7, 3)).float()
     loss = lambda p, x: (p["a"] * x + p["b"] * x * x).double().sum() + p["c"] * len(x)  # noqa: E731

@@ -67,7 +67,6 @@ def test_after_a_call_a_module_computes_with_its_own_parameters(network, engine)
 
 @some_calls
 def test_the_module_s_own_parameters_can_be_what_is_differentiated(name, knobs):
-    """They require grad, and get none."""
     net = module("linear")
     params, batch = dict(net.named_parameters()), {"x": inputs(5)}
     with unchanged(net, params, batch):

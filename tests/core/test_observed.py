@@ -60,7 +60,6 @@ calls = pytest.mark.parametrize("call", CALLS)
 
 @calls
 def test_random_numbers_are_drawn_as_if_the_loss_were_called_once(call):
-    """From torch's generator, one that the loss holds, Python's and numpy's."""
     own = torch.Generator()
 
     def made():

@@ -37,7 +37,6 @@ def whole(g, *shape):
     size=st.integers(1, 5),
 )
 def test_gradients_of_complex_parameters_are_summed(engine, width, nonfinite, seed, rows, size):
-    """Exact integers, also where the gradient arrives as a lazy conjugate."""
     g = generator(seed)
     w = torch.complex(whole(g, width), whole(g, width))
     x, y = torch.complex(whole(g, rows, 1), whole(g, rows, 1)), whole(g, rows, 3)

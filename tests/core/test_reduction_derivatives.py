@@ -136,7 +136,6 @@ def compare(name, word, shape, kind, form, by, cut, seed):
 @examples(2 / 5, fewest=50)  # 40 ms each
 @given(st.data(), st.sampled_from([*PLAIN]), compositions(ROWS), seeds())
 def test_a_reduction_has_the_derivatives_of_plain_code(name, data, word, cut, seed):
-    """Of whatever shape, real or complex, in another one, and beside what is not followed."""
     by = data.draw(st.sampled_from(["shared", "rows"]))
     shapes = [s for s in SHAPES if s.startswith("rows") == (word == "concat")]
     shape = data.draw(st.sampled_from(shapes if word != "Weighted" else ["()"]))

@@ -56,7 +56,6 @@ def test_an_output_or_an_input_may_be_unused():
 
 
 def test_inputs_without_a_gradient_cost_none():
-    """The rows do not: no product is computed for them."""
     seen = []
 
     def func(w, x):

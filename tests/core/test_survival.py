@@ -86,7 +86,6 @@ def test_an_error_in_the_backward_pass_loses_nothing_or_says_so(engine, nonfinit
 @engines
 @pytest.mark.parametrize("at", ["first", "last"])
 def test_skip_adds_nothing_before_all_is_known(engine, at):
-    """So with it an error in the backward pass always leaves the state whole."""
     state, _ = begun(engine, "skip")
     with unchanged(state), pytest.raises(BoomError):
         update(exploding(at), state, engine, "skip")
@@ -135,7 +134,6 @@ def test_raise_names_a_loss(engine):
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("leaf", ["w", "large"])
 def test_raise_names_the_leaf_in_a_stream(engine, donate, leaf):
-    """The old state is whole, or says that a bad gradient went into it."""
     acc = pa.accumulator(make_bad(leaf), nonfinite="raise", engine=engine)
     state = acc.update(acc.init(PARAMS), PARAMS, make_batch(2))
     expected = acc.finalize(state)

@@ -112,7 +112,6 @@ WHOLE = [name for name, form in FORMS.items() if not form.stream]
     nonfinite=st.sampled_from(NONFINITE),
 )
 def test_a_batch_without_tensors_counts_as_one_microbatch(form, batches, kind, engine, nonfinite):
-    """Whole, and in a stream: there the mean alone is refused, since it needs a weight."""
     run, stream, _ = FORMS[form]
     loss = loss_of(kind)
     knobs = {"engine": engine, "nonfinite": nonfinite}
@@ -136,7 +135,6 @@ def test_a_batch_without_tensors_counts_as_one_microbatch(form, batches, kind, e
     data=st.data(),
 )
 def test_a_batch_without_tensors_is_never_cut(form, batch, kind, engine, data):
-    """Whatever the size: one that would take it whole, too."""
     run, _, sizes = FORMS[form]
     loss = loss_of(kind)
     knobs = {"microbatch_size": data.draw(st.sampled_from(sizes)), "engine": engine}
