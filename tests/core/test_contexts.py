@@ -124,16 +124,15 @@ class Refused(NamedTuple):
     plain: LossOf | None = None  # None where engine="autograd" is no way out
 
 
-def doubled(params, batch):
-    return squares(params | {"w": 2 * params["w"]}, batch)
+def of_weight(change):
+    return lambda p, b: squares(p | {"w": change(p["w"])}, b)
 
 
-def in_a_checkpoint(params, batch, reentrant=False):
-    if reentrant:
-        return squares(
-            params | {"w": checkpoint(lambda w: 2 * w, params["w"], use_reentrant=True)}, batch
-        )
-    return checkpoint(doubled, params, batch, use_reentrant=False)
+def of_rows(end):
+    return lambda p, b: end(b["x"] * p["w"])
+
+
+doubled = of_weight(lambda w: 2 * w)
 
 
 def kept_elsewhere(params, batch):
@@ -146,20 +145,22 @@ def slope(params, x):
     return rows.square().sum(1).mean()
 
 
-def gradient_penalty(params, batch):
-    return slope(params, batch["x"].clone().requires_grad_())
-
-
 def gradient_penalty_by_an_attribute(params, batch):
     x = batch["x"].clone()
     x.requires_grad = True
     return slope(params, x)
 
 
-def retained(params, batch):
-    w = 2 * params["w"]
+def retained(w):
+    w = 2 * w
     w.retain_grad()
-    return squares(params | {"w": w}, batch)
+    return w
+
+
+def swapped(w):
+    w = 1 * w
+    w.data = 2 * w.data
+    return w
 
 
 def differentiates_itself(params, batch):
@@ -168,51 +169,17 @@ def differentiates_itself(params, batch):
     return loss
 
 
-RNN = torch.nn.GRU(2, 2)
+RNN, NORM = torch.nn.GRU(2, 2), torch.nn.BatchNorm1d(2)
 STATE = {"weight_hh_l0": torch.randn(6, 2), "weight_ih_l0": torch.randn(6, 2)}
 
 
-def recurrent(params, x):
-    own = {name: w * params["b"] for name, w in STATE.items()}
-    return torch.func.functional_call(RNN, own, (x,))[1].square().mean()
+def recurrent(pack):
+    def loss(params, batch):
+        own = {name: w * params["b"] for name, w in STATE.items()}
+        rows = pack((batch["x"] * params["w"]).repeat(3, 1, 1))
+        return torch.func.functional_call(RNN, own, (rows,))[1].square().mean()
 
-
-def packed(params, batch):
-    rows = (batch["x"] * params["w"]).repeat(3, 1, 1)
-    return recurrent(params, pack_padded_sequence(rows, torch.full((len(batch["x"]),), 3)))
-
-
-def not_packed(params, batch):
-    return recurrent(params, (batch["x"] * params["w"]).repeat(3, 1, 1))
-
-
-def scaled_by_numpy(params, batch):
-    return squares(params, batch) * float(params["w"].detach().numpy().max())
-
-
-def scaled_by_an_item(params, batch):
-    return squares(params, batch) * params["w"].detach().max().item()
-
-
-def copied(params, batch):
-    copy.deepcopy(params)
-    return squares(params, batch)
-
-
-def swaps_data(params, batch):
-    w = 1 * params["w"]
-    w.data = 2 * w.data
-    return squares(params | {"w": w}, batch)
-
-
-def swaps_numbers(params, batch):
-    w = params["w"]
-    return squares(params | {"w": w + w.detach()}, batch)
-
-
-def nested(params, batch):
-    rows = [row * params["w"] for row in batch["x"]]
-    return torch.nested.as_nested_tensor(rows).to_padded_tensor(0.0).square().mean()
+    return loss
 
 
 # torch keeps a part of the first that it sees, and warns of the first that is not jagged
@@ -221,39 +188,30 @@ with warnings.catch_warnings(action="ignore"):
     torch.nested.nested_tensor([torch.ones(1, 2)])
 
 
-def jagged(params, batch):
-    rows = torch.nested.nested_tensor_from_jagged(batch["x"] * params["w"], torch.tensor([0, 1, 2]))
+def nested(params, batch):
+    rows = [row * params["w"] for row in batch["x"]]
+    return torch.nested.as_nested_tensor(rows).to_padded_tensor(0.0).square().mean()
+
+
+def jagged(rows):
+    rows = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 1, 2]))
     return rows.values().square().mean()
 
 
-def not_nested(params, batch):
-    return (batch["x"] * params["w"]).square().mean()
-
-
-NORM = torch.nn.BatchNorm1d(2)
-
-
-def counts_in_a_module(params, batch):
-    return NORM(batch["x"] * params["w"]).square().mean()
-
-
-def writes_to_the_batch(params, batch):
-    return squares(params, {"x": batch["x"].mul_(2)})
-
-
+not_nested = of_rows(lambda rows: rows.square().mean())
 ENGINE = "engine='autograd' can"
 REFUSED = {
     "an old Function": Refused(
-        lambda p, b: squares(p | {"w": Old.apply(p["w"])}, b),
-        "setup_context staticmethod",
-        (ENGINE, "a custom Function"),
-        doubled,
+        of_weight(Old.apply), "setup_context staticmethod", (ENGINE, "a custom Function"), doubled
     ),
     "a checkpoint": Refused(
-        in_a_checkpoint, "saved tensor hooks", (ENGINE, "use_reentrant=False", "pa.remat"), doubled
+        lambda p, b: checkpoint(doubled, p, b, use_reentrant=False),
+        "saved tensor hooks",
+        (ENGINE, "use_reentrant=False", "pa.remat"),
+        doubled,
     ),
     "a reentrant checkpoint": Refused(
-        lambda p, b: in_a_checkpoint(p, b, reentrant=True),
+        of_weight(lambda w: checkpoint(lambda w: 2 * w, w, use_reentrant=True)),
         "setup_context staticmethod",
         (ENGINE, "use_reentrant=False"),
     ),
@@ -261,30 +219,47 @@ REFUSED = {
         kept_elsewhere, "saved tensor hooks", (ENGINE, "save_on_cpu"), squares
     ),
     "requires_grad_": Refused(
-        gradient_penalty,
+        lambda p, b: slope(p, b["x"].clone().requires_grad_()),
         "Tensor.requires_grad_()",
         (ENGINE, "gradient_checkpointing_enable", "use_reentrant", "torch.func.grad"),
         gradient_penalty_by_an_attribute,
     ),
-    "retain_grad": Refused(retained, "Tensor.retain_grad()", (ENGINE,), doubled),
+    "retain_grad": Refused(of_weight(retained), "Tensor.retain_grad()", (ENGINE,), doubled),
     "its own backward": Refused(
         differentiates_itself, "backward() called", ("leave .backward() out",), squares
     ),
-    "packed sequences": Refused(packed, "doesn't have storage", (ENGINE, "packed"), not_packed),
+    "packed sequences": Refused(
+        recurrent(lambda rows: pack_padded_sequence(rows, torch.full((rows.shape[1],), 3))),
+        "doesn't have storage",
+        (ENGINE, "packed"),
+        recurrent(lambda rows: rows),
+    ),
     "numpy": Refused(
-        scaled_by_numpy, "doesn't have storage", (ENGINE, ".item()"), scaled_by_an_item
+        lambda p, b: squares(p, b) * float(p["w"].detach().numpy().max()),
+        "doesn't have storage",
+        (ENGINE, ".item()"),
+        lambda p, b: squares(p, b) * p["w"].detach().max().item(),
     ),
     "a deep copy": Refused(
-        copied, "Cannot access storage", (ENGINE, "deepcopy", "nested tensors"), squares
+        of_weight(lambda w: (copy.deepcopy(w), w)[1]),
+        "Cannot access storage",
+        (ENGINE, "deepcopy", "nested tensors"),
+        squares,
     ),
-    "an assignment to data": Refused(swaps_data, "`.data`", (ENGINE,), swaps_numbers),
+    "an assignment to data": Refused(
+        of_weight(swapped), "`.data`", (ENGINE,), of_weight(lambda w: w + w.detach())
+    ),
     "nested tensors": Refused(nested, "NestedTensorImpl", (ENGINE, "pad"), not_nested),
-    "jagged tensors": Refused(jagged, "values backward", (ENGINE, "pad"), not_nested),
+    "jagged tensors": Refused(of_rows(jagged), "values backward", (ENGINE, "pad"), not_nested),
     "a module's buffers": Refused(
-        counts_in_a_module, "mutate a captured Tensor", ("functional(module)", "aux", "eval()")
+        of_rows(lambda rows: NORM(rows).square().mean()),
+        "mutate a captured Tensor",
+        ("functional(module)", "aux", "eval()"),
     ),
     "the batch": Refused(
-        writes_to_the_batch, "mutate a captured Tensor", ("x = x.clone()", "was given")
+        lambda p, b: squares(p, {"x": b["x"].mul_(2)}),
+        "mutate a captured Tensor",
+        ("x = x.clone()", "was given"),
     ),
 }
 

@@ -167,12 +167,8 @@ def test_our_own_functions_refuse_a_donated_state(by, donate):
         lambda: acc.merge(other, state),
         lambda: acc.finalize(state, donate=donate),
     ):
-        with refused_as_donated(loss), unchanged(other, PARAMS, batch):
+        with refused(RuntimeError, *GIVEN_UP, loss=loss), unchanged(other, PARAMS, batch):
             call()
-
-
-def refused_as_donated(loss):
-    return refused(RuntimeError, *GIVEN_UP, loss=loss)
 
 
 @either

@@ -38,10 +38,6 @@ def trained(w, loss=f, rate=0.5, reduction="sum"):
     return once(step, w, X)[0].params
 
 
-def moved(w):
-    return SGD.apply(torch.func.grad(f)(w, X), SGD.init(w), w)[0]
-
-
 def by_gauss_newton(w):
     of = ggnvp(lambda w, x: (x @ w) ** 2, lambda out, x: (out**2).sum(), reduction="sum")
     return of(w, X, V)
@@ -52,7 +48,7 @@ CALLED = {
     "value": lambda w: pa.value(f, microbatch_size=2, reduction="sum")(w, X),
     "accumulator": accumulated,
     "make_step": trained,
-    "sgd": moved,
+    "sgd": lambda w: SGD.apply(torch.func.grad(f)(w, X), SGD.init(w), w)[0],
     "per_sample_grad": lambda w: pa.per_sample_grad(f, chunk_size=2, reduce="sum")(w, X),
     "gramian": lambda w: pa.gramian(f, chunk_size=2)(w, X),
     "hvp": lambda w: hvp(f, microbatch_size=2, reduction="sum")(w, X, V)[1],

@@ -39,10 +39,6 @@ def of_a_step(name, loss=squares, buffers=None, **knobs):
         yield f"form, {name}", Case(step.form, (state, BATCH), STATE)
 
 
-def with_buffers(params, batch, buffers):
-    return squares(params, batch), buffers
-
-
 def cases():
     eager = {"backend": "eager"}
     yield from of_a_step("a step")
@@ -50,7 +46,7 @@ def cases():
     yield from of_a_step("a step that finds its size", microbatch_size="auto")
     yield from of_a_step("a step that donates", donate=True)
     yield from of_a_step("a step that compiles", microbatch_size=2, compile=eager)
-    yield from of_a_step("a step with buffers", with_buffers, BUFFERS)
+    yield from of_a_step("a step with buffers", lambda p, b, own: (squares(p, b), own), BUFFERS)
     for name, acc in (
         ("accumulator", pa.accumulator(squares)),
         ("accumulator of samples", pa.per_sample_accumulator(squares)),

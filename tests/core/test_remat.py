@@ -33,12 +33,8 @@ def nested(w, x):
     return curved(w, curved(w, x))
 
 
-def nested_remat(w, x):
-    return pa.remat(lambda w, x: lean(w, lean(w, x)))(w, x)
-
-
 lean = pa.remat(curved)
-FUNCTIONS = {"one": (lean, curved), "nested": (nested_remat, nested)}
+FUNCTIONS = {"one": (lean, curved), "nested": (pa.remat(lambda w, x: lean(w, lean(w, x))), nested)}
 functions = pytest.mark.parametrize(("lean", "plain"), FUNCTIONS.values(), ids=FUNCTIONS)
 
 

@@ -69,16 +69,8 @@ def folded(acc, w, x):
     return acc.finalize(in_parts(acc, w, x.split(3), donate=True))
 
 
-def accumulated(w, x):
-    return folded(pa.accumulator(loss, reduction="sum", engine="auto"), w, x)
-
-
 NET = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
 FN = pa.functional(NET, microbatch_size=3)
-
-
-def network(w, x):
-    return FN.apply(FN.params, FN.buffers, x @ w / 8)
 
 
 def sample(w, x):
@@ -128,7 +120,7 @@ CALLS = {
     "grad of grad": lambda w, x: grad(
         lambda w: pa.grad(loss, microbatch_size=3, reduction="sum")(w, x).square().sum()
     )(w),
-    "accumulator": accumulated,
+    "accumulator": lambda w, x: folded(pa.accumulator(loss, reduction="sum", engine="auto"), w, x),
     "sgd": stepping(lambda: pa.sgd(0.5, momentum=0.5), donate=True),
     "adamw": stepping(lambda: pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(0.1))),
     "scale": stepping(lambda: pa.adamw(0.1), loss_scale=pa.dynamic_loss_scale(8.0)),
@@ -136,7 +128,7 @@ CALLS = {
     "samples": pa.per_sample_grad(sample),
     "clipped": pa.clipped_sum(sample, 1.0, chunk_size=3),
     "hvp": lambda w, x: pa.curvature.hvp(loss, microbatch_size=3, reduction="sum")(w, x, w),
-    "functional": network,
+    "functional": lambda w, x: FN.apply(FN.params, FN.buffers, x @ w / 8),
     "dropout": lambda w, x: pa.dropout(x @ w, 0.5, KEYS),
     "drawn": lambda w, x: x @ w * pa.uniform(KEYS, (4,), torch.float64) + pa.normal(KEYS, (4,)),
     "many draws": lambda w, x: w.sum() * pa.uniform(KEYS[0], (70,)),
