@@ -9,7 +9,6 @@ promise`` runs all of these files.
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -97,23 +96,23 @@ PROMISES = {
 }
 
 
-def held() -> dict[str, list[Path]]:
+def held():
     """The files of tests, by promise."""
-    found: dict[str, list[Path]] = {}
+    found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name in marked(path.read_text(encoding="utf-8")):
             found.setdefault(name, []).append(path)
     return found
 
 
-def marked(source: str) -> Iterator[str]:
+def marked(source):
     """The promises that a file's markers name, of all its tests or of one."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "promise":
             yield ast.literal_eval(node.args[0])
 
 
-def promises() -> str:
+def promises():
     """The list of the page: each promise, and what each of its files says that it holds."""
     files, lines = held(), []
     for name, sentence in PROMISES.items():
@@ -126,7 +125,7 @@ def promises() -> str:
     return "\n".join(lines) + "\n"
 
 
-def versions() -> str:
+def versions():
     """The table of the page: what runs on which versions, as the workflow says."""
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     matrix = re.findall(r'python: "([\d.]+)", torch: "([\d.]+)", optree: "([\d.]+)"', workflow)

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,11 +16,11 @@ ESCAPE = "\x1b"
 
 
 @pytest.fixture(autouse=True)
-def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def at_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def the_demo() -> Any:
+def the_demo():
     """Where what it needs is installed."""
     for package in ("matplotlib", "rich", "sklearn"):
         pytest.importorskip(package)
@@ -31,7 +30,7 @@ def the_demo() -> Any:
 
 
 @pytest.mark.slow
-def test_the_demo_shows_what_it_claims(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_what_it_claims(capsys):
     """All of it but for the steps, of which two are enough for all kinds of distance."""
     _demo = the_demo()
     assert _demo.run(Path("demo.png"), steps=2)
@@ -51,9 +50,7 @@ def test_the_demo_shows_what_it_claims(capsys: pytest.CaptureFixture[str]) -> No
     assert "in 0 of 9,472 numbers" in " ".join(told.split())
 
 
-def test_on_a_terminal_the_lines_move_and_have_no_colours_if_so_wished(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_terminal_the_lines_move_and_have_no_colours_if_so_wished(monkeypatch, capsys):
     """Of a run in which a claim is not seen, and that says so."""
     _demo = the_demo()
     monkeypatch.setattr(_demo, "on_whole_numbers", lambda batch, parts: 7)
@@ -67,9 +64,7 @@ def test_on_a_terminal_the_lines_move_and_have_no_colours_if_so_wished(
     assert "in 7 of 9,472 numbers" in " ".join(told.split())
 
 
-def test_a_claim_that_is_not_seen_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_claim_that_is_not_seen_is_no_success(monkeypatch, capsys):
     _demo = the_demo()
     monkeypatch.setattr(_demo, "run", lambda picture: False)
     assert main(["demo"]) == 1
@@ -79,7 +74,7 @@ def test_a_claim_that_is_not_seen_is_no_success(
     assert "pureaccum-demo.png could not be written" in capsys.readouterr().err
 
 
-def test_the_demo_writes_through_no_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_writes_through_no_link(capsys):
     """Refused before anything is trained, whether or not the link leads to a file."""
     the_demo()
     precious = Path("precious.txt")
@@ -96,9 +91,7 @@ def test_the_demo_writes_through_no_link(capsys: pytest.CaptureFixture[str]) -> 
     assert precious.read_text() == "precious"
 
 
-def test_the_demo_writes_through_no_link_that_came_while_it_trained(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_writes_through_no_link_that_came_while_it_trained(monkeypatch, capsys):
     _demo = the_demo()
     picture = Path("demo.png")
     monkeypatch.setattr(
@@ -109,13 +102,11 @@ def test_the_demo_writes_through_no_link_that_came_while_it_trained(
     assert not Path("precious.txt").exists()
 
 
-def test_the_demo_says_which_file_it_replaces(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_says_which_file_it_replaces(monkeypatch, capsys):
     """Before it trains: there is time to stop it."""
     _demo = the_demo()
 
-    def stop() -> Any:
+    def stop():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_demo, "digits", stop)
@@ -126,13 +117,13 @@ def test_the_demo_says_which_file_it_replaces(
     assert capsys.readouterr().out == f"Replaces {Path('pureaccum-demo.png').absolute()}\n"
 
 
-def test_the_picture_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_is_written_whole_or_not_at_all(monkeypatch):
     the_demo()
     from matplotlib.figure import Figure
 
     from pureaccum._demo import _screen
 
-    def half(self: Figure, file: Any, **_: Any) -> None:
+    def half(self, file, **_):
         Path(file).write_bytes(b"half") if isinstance(file, Path) else file.write(b"half")
         raise OSError("no space left")
 
@@ -147,9 +138,7 @@ def test_the_picture_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPa
     assert [path.name for path in Path().iterdir()] == ["demo.png"]
 
 
-def test_packages_that_the_demo_lacks_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packages_that_the_demo_lacks_are_named(monkeypatch, capsys):
     monkeypatch.setattr("pureaccum._demo.find_spec", lambda name: None)
     assert main(["demo"]) == 2
     said = capsys.readouterr().err
@@ -158,7 +147,7 @@ def test_packages_that_the_demo_lacks_are_named(
     )
 
 
-def test_what_the_demo_needs_is_not_imported_before_it_is_named() -> None:
+def test_what_the_demo_needs_is_not_imported_before_it_is_named():
     script = (
         "import sys; sys.modules.update(rich=None, matplotlib=None)\n"
         "from pureaccum.__main__ import main; sys.exit(main(['demo']))"
@@ -178,9 +167,7 @@ def test_what_the_demo_needs_is_not_imported_before_it_is_named() -> None:
         (["dmeo"], 2, "invalid choice"),
     ],
 )
-def test_every_command_ends_with_a_status(
-    arguments: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_ends_with_a_status(arguments, status, says, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == status
@@ -188,8 +175,8 @@ def test_every_command_ends_with_a_status(
     assert says in told.out + told.err
 
 
-def test_stopping_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(picture: Path) -> bool:
+def test_stopping_is_no_traceback(monkeypatch):
+    def stop(picture):
         raise KeyboardInterrupt
 
     from pureaccum import _demo

@@ -8,11 +8,9 @@ Returns stands where it says more than the annotation, References where there ar
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
-from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple, get_type_hints
 
 import pytest
 import torch
@@ -32,11 +30,11 @@ LINK = re.compile(r"https://[\w-]+(\.[\w-]+)+(/[^\s<>`]*)?")
 # Names ---------------------------------------------------------------------------------------
 
 
-def is_named_tuple(it: Any) -> bool:
+def is_named_tuple(it):
     return inspect.isclass(it) and issubclass(it, tuple) and hasattr(it, "_fields")
 
 
-def of_module(module: ModuleType) -> Iterator[tuple[str, Any]]:
+def of_module(module):
     """Its public functions and classes, as a user writes them."""
     path = "pa" + module.__name__.removeprefix("pureaccum")
     exported = re.findall(r"^ *from .* import (\w+) as \1$", inspect.getsource(module), flags=re.M)
@@ -61,11 +59,11 @@ METHODS = {
 }
 
 
-def loss(params: Any, batch: Any) -> Any: ...
+def loss(params, batch): ...
 
 
 # What returns functions, in a NamedTuple that says how each is called.
-MAKERS: dict[str, Callable[[], Any]] = {
+MAKERS = {
     "pa.accumulator": lambda: pa.accumulator(loss),
     "pa.per_sample_accumulator": lambda: pa.per_sample_accumulator(loss),
     "pa.sgd": pa.sgd,
@@ -97,31 +95,31 @@ class Said(NamedTuple):
     rule: bool
     sections: dict[str, str]
 
-    def entries(self, section: str) -> dict[str, str]:
+    def entries(self, section):
         """What is said of each name in it; several names may share an entry."""
-        found: dict[str, str] = {}
+        found = {}
         for entry in re.split(r"\n(?=\S)", dedent(self.sections.get(section, "")).strip()):
             names, _, text = re.sub(r"\s+", " ", entry).partition(": ")
             found |= dict.fromkeys(names.split(", "), text)
         return found
 
 
-def said(it: Any) -> Said:
+def said(it):
     return taken_apart(inspect.getdoc(it) or "")
 
 
-def taken_apart(doc: str) -> Said:
+def taken_apart(doc):
     head, *rest = re.split(r"^([A-Z]\w+):(?:\n|\Z)", doc, flags=re.M)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     return Said(doc.split("\n\n")[0], "\nThe rule" in head, sections)
 
 
-def arguments(it: Callable[..., Any], needed: bool = False) -> list[str]:
+def arguments(it, needed=False):
     them = [x for x in inspect.signature(it).parameters.values() if x.name != "self"]
     return [x.name for x in them if not needed or x.default is x.empty]
 
 
-def spare(doc: Said) -> list[str]:
+def spare(doc):
     """Sections that need not be there, and say too little."""
     references = doc.sections.get("References", "https://")
     names = re.findall(r"``(\w+)[^`]*``", references)
@@ -132,7 +130,7 @@ def spare(doc: Said) -> list[str]:
     ]
 
 
-def lacks(it: Any, short: bool = False) -> list[str]:
+def lacks(it, short=False):
     """What a docstring of that form would have."""
     doc = said(it)
     fields = is_named_tuple(it)
@@ -151,28 +149,28 @@ def lacks(it: Any, short: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PUBLIC)
-def test_a_public_name_has_the_form(path: str) -> None:
+def test_a_public_name_has_the_form(path):
     assert not lacks(PUBLIC[path])
 
 
 @pytest.mark.parametrize("path", METHODS)
-def test_a_public_method_has_the_short_form(path: str) -> None:
+def test_a_public_method_has_the_short_form(path):
     assert not lacks(METHODS[path], short=True)
 
 
 @pytest.mark.parametrize("path", [path for path in FUNCTIONS if "strategies" not in path])
-def test_a_function_says_its_rule(path: str) -> None:
+def test_a_function_says_its_rule(path):
     assert said(FUNCTIONS[path]).rule
 
 
-def test_all_that_makes_functions_is_known() -> None:
+def test_all_that_makes_functions_is_known():
     returned = {path: get_type_hints(it).get("return") for path, it in FUNCTIONS.items()}
     public = set(PUBLIC.values())
     assert {p for p, it in returned.items() if is_named_tuple(it) and it not in public} == {*MAKERS}
 
 
 @pytest.mark.parametrize("path", MAKERS)
-def test_functions_that_are_returned_are_said(path: str) -> None:
+def test_functions_that_are_returned_are_said(path):
     made = MAKERS[path]()
     told = said(type(made)).entries("Attributes")
     assert list(told) == list(made._fields)
@@ -188,8 +186,8 @@ def test_functions_that_are_returned_are_said(path: str) -> None:
 
 
 @pytest.mark.parametrize("knob", [*KNOBS, "engine"])
-def test_a_knob_is_said_in_the_same_words(knob: str) -> None:
-    clauses: dict[Any, set[str]] = {}
+def test_a_knob_is_said_in_the_same_words(knob):
+    clauses = {}
     for it in FUNCTIONS.values():
         parameter = inspect.signature(it).parameters.get(knob)
         text = said(it).entries("Args").get(knob, "")
@@ -198,7 +196,7 @@ def test_a_knob_is_said_in_the_same_words(knob: str) -> None:
     assert all(len(words) == 1 for words in clauses.values()), clauses
 
 
-def test_links_are_links() -> None:
+def test_links_are_links():
     for it in (*PUBLIC.values(), *METHODS.values()):
         doc = inspect.getdoc(it) or ""
         links = re.findall(r"<([^<>]*)>`_", doc)
@@ -206,7 +204,7 @@ def test_links_are_links() -> None:
         assert all(LINK.fullmatch(link) for link in links), links
 
 
-def test_no_section_is_spare() -> None:
+def test_no_section_is_spare():
     """Of what is private, too."""
     found = 0
     for file in PACKAGE.rglob("*.py"):
@@ -222,8 +220,8 @@ def test_no_section_is_spare() -> None:
     st.lists(st.sampled_from(sorted(OURS)), min_size=1),
     st.lists(st.sampled_from(["`x <https://x.org>`_", "``torch.sum``", "Adam, 2014"])),
 )
-def test_references_are_to_others(ours: list[str], others: list[str]) -> None:
-    def doc(entries: list[str]) -> Said:
+def test_references_are_to_others(ours, others):
+    def doc(entries):
         return taken_apart("One.\n\nReferences:\n    " + ";\n    ".join(entries))
 
     assert spare(taken_apart("One.\n\nReferences:")) == ["References: no link"]
@@ -233,8 +231,8 @@ def test_references_are_to_others(ours: list[str], others: list[str]) -> None:
     assert spare(doc([*others, *quoted])) == unlinked + [f"References: {it} is ours" for it in ours]
 
 
-def test_the_reader_sees_what_it_looks_for() -> None:
-    def good(a: int, b: int, *c: int) -> int:
+def test_the_reader_sees_what_it_looks_for():
+    def good(a, b, *c):
         """One.
 
         The rule: a.

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.promise("pages")]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_every_example_is_short_and_tested() -> None:
+def test_every_example_is_short_and_tested():
     tests, page = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for path in sorted(EXAMPLES.glob("*.py")):
         assert f"[{path.name}]({path.name})" in page, path.name
@@ -25,7 +25,7 @@ def test_every_example_is_short_and_tested() -> None:
         assert re.search(rf'"{path.stem}(\.py)?"', tests), f"no test here names {path.name}"
 
 
-def check_language_model(model: str) -> None:
+def check_language_model(model):
     """Within sqrt(u) of the full batch's gradient; the usual loop is far from it."""
     example = runpy.run_path(str(EXAMPLES / "language_model.py"))
     ours, usual, first, last = example["main"](example[model], steps=12, width=16)
@@ -33,19 +33,19 @@ def check_language_model(model: str) -> None:
     assert last < first
 
 
-def test_the_language_model_learns() -> None:
+def test_the_language_model_learns():
     check_language_model("Transformer")
 
 
 @pytest.mark.hf
 @pytest.mark.slow  # to import transformers takes seven seconds
-def test_a_language_model_of_transformers_learns() -> None:
+def test_a_language_model_of_transformers_learns():
     pytest.importorskip("transformers", reason="needs transformers")
     check_language_model("Llama")
 
 
 @pytest.mark.slow
-def test_the_digits_are_learned_and_a_run_goes_on(tmp_path: Path) -> None:
+def test_the_digits_are_learned_and_a_run_goes_on(tmp_path):
     """Stopped after 200 steps of 300, it comes to the bits that it would have come to."""
     pytest.importorskip("sklearn", reason="needs scikit-learn")
     example = runpy.run_path(str(EXAMPLES / "digits.py"))
@@ -63,13 +63,13 @@ def test_the_digits_are_learned_and_a_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["contrastive", "triplet", "mixture_of_experts"])
-def test_the_examples_of_coupled_losses_learn(name: str) -> None:
+def test_the_examples_of_coupled_losses_learn(name):
     main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
     first, last = main(steps=8, rows=96)
     assert last < first
 
 
-def test_tiles_of_a_head_are_the_whole_head() -> None:
+def test_tiles_of_a_head_are_the_whole_head():
     """Cut or not, the same is learned, up to sums in another order."""
     seen = runpy.run_path(str(EXAMPLES / "tiled.py"))["main"](rows=2, length=32, words=64, width=4)
     rounding = torch.finfo(torch.float32).eps ** 0.5
@@ -77,7 +77,7 @@ def test_tiles_of_a_head_are_the_whole_head() -> None:
     assert seen["losses"] < rounding
 
 
-def test_samples_with_wrong_labels_are_found() -> None:
+def test_samples_with_wrong_labels_are_found():
     """Wrong labels are a tenth: what is said of many more than that is no chance."""
     seen = runpy.run_path(str(EXAMPLES / "per_sample.py"))["main"](rows=400, steps=40)
     assert seen["found"] > 0.5
@@ -85,7 +85,7 @@ def test_samples_with_wrong_labels_are_found() -> None:
     assert 2 * seen["plain"] < seen["clipped"]
 
 
-def test_samples_that_do_harm_are_found() -> None:
+def test_samples_that_do_harm_are_found():
     """The system is solved as far as it says, and wrong labels, a tenth, are among the worst."""
     main = runpy.run_path(str(EXAMPLES / "influence.py"))["main"]
     seen = main(rows=400, size=50, width=16, steps=40)
@@ -93,20 +93,20 @@ def test_samples_that_do_harm_are_found() -> None:
     assert seen["found"] > 0.5 > 0.2 > seen["chance"]
 
 
-def test_a_network_is_less_sure_where_it_has_seen_nothing() -> None:
+def test_a_network_is_less_sure_where_it_has_seen_nothing():
     seen = runpy.run_path(str(EXAMPLES / "laplace.py"))["main"](rows=256, width=8, steps=100)
     assert seen["near"] < seen["gap"]
     assert seen["near"] < seen["far"]
     assert seen["off"] < 1e-6
 
 
-def test_a_kernel_tells_images_apart() -> None:
+def test_a_kernel_tells_images_apart():
     seen = runpy.run_path(str(EXAMPLES / "ntk.py"))["main"](rows=40, new=20, channels=4)
     assert seen["right"] > 0.5  # by chance a quarter
     assert seen["off"] < torch.finfo(torch.float32).eps ** 0.5
 
 
-def test_tasks_that_disagree_are_learned_together() -> None:
+def test_tasks_that_disagree_are_learned_together():
     example = runpy.run_path(str(EXAMPLES / "several_objectives.py"))
     seen = example["main"](rows=256, size=64, width=16, steps=10)
     assert seen["last"] < seen["first"]
@@ -114,13 +114,13 @@ def test_tasks_that_disagree_are_learned_together() -> None:
     assert seen["memory"] < 0.5
 
 
-def test_fine_tuning_trains_what_it_says() -> None:
+def test_fine_tuning_trains_what_it_says():
     seen = runpy.run_path(str(EXAMPLES / "fine_tuning.py"))["main"](steps=10, rows=96)
     assert seen["apart"] < 2**-14  # AdamW divides by the root of small numbers
     assert max(seen["last"], seen["adapted"]) < seen["first"]
 
 
-def test_meta_learning_learns() -> None:
+def test_meta_learning_learns():
     """Differences are off by a h² + b h⁴ + …, and without the first term by 16 times less at h / 2.
 
     So what two of these differ by is 15 times what the better one is off, up to the next term.
@@ -132,7 +132,7 @@ def test_meta_learning_learns() -> None:
     assert abs(nearer - exact) < abs(nearer - farther) / 8 < abs(d4 - exact) / 8
 
 
-def test_the_toy_of_accelerate_is_trained_exactly() -> None:
+def test_the_toy_of_accelerate_is_trained_exactly():
     """Whole numbers until the last multiplication: the same bits."""
     weights = runpy.run_path(str(EXAMPLES / "accelerate_toy.py"))["main"]()
     assert torch.equal(weights["by 2"], weights["without"])
@@ -141,7 +141,7 @@ def test_the_toy_of_accelerate_is_trained_exactly() -> None:
     assert f"{weights['usual, by 3'].item():.5f}" == "2.31556"  # (14/3 + 77/3 + 113/2) / 3 * 0.08
 
 
-def test_amp_training_has_the_numbers_of_the_full_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_amp_training_has_the_numbers_of_the_full_batch(capsys):
     said = runpy.run_path(str(EXAMPLES / "amp_training.py"))["main"](epochs=1)
     # input, weights and outputs of two layers, forward and backward, are each rounded to fp16
     rounding = 8 * 2.0**-11
@@ -154,7 +154,7 @@ def test_amp_training_has_the_numbers_of_the_full_batch(capsys: pytest.CaptureFi
     assert "1 of 4 microbatches skipped" in capsys.readouterr().out
 
 
-def test_batch_norm_is_exact_in_microbatches() -> None:
+def test_batch_norm_is_exact_in_microbatches():
     off = runpy.run_path(str(EXAMPLES / "batchnorm_exact.py"))["main"](rows=32, size=8)
     rounding = torch.finfo(torch.float64).eps ** 0.5
     for name in ("BatchNorm, full batch", "BatchNorm, exact", "GroupNorm"):
@@ -164,7 +164,7 @@ def test_batch_norm_is_exact_in_microbatches() -> None:
 
 
 @pytest.mark.slow
-def test_resnet101_is_exact_in_microbatches() -> None:
+def test_resnet101_is_exact_in_microbatches():
     """Of one block a group: 13 convolutions."""
     main = runpy.run_path(str(EXAMPLES / "resnet101.py"))["main"]
     infos = main(8, 3, layers=(1, 1, 1, 1), width=4, steps=1)
@@ -180,7 +180,7 @@ def test_resnet101_is_exact_in_microbatches() -> None:
 
 
 @pytest.mark.slow
-def test_the_methods_are_off_as_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_methods_are_off_as_the_table_says(capsys):
     off = runpy.run_path(str(EXAMPLES / "which_method.py"))["main"](
         rows=8, size=4, length=4, depth=1
     )
@@ -198,7 +198,7 @@ def test_the_methods_are_off_as_the_table_says(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_process() -> None:
+def test_two_ranks_train_as_one_process():
     """By torchrun, in double precision: rows in the wrong place, or twice, would show."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", str(EXAMPLES / "distributed.py")]
@@ -211,7 +211,7 @@ def test_two_ranks_train_as_one_process() -> None:
     assert "10 microbatches on 2 ranks" in run.stdout
 
 
-def test_the_three_ways_are_off_as_the_readme_says() -> None:
+def test_the_three_ways_are_off_as_the_readme_says():
     """Ours is off by rounding, the usual loop by as much as the README says."""
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     found = runpy.run_path(str(EXAMPLES / "three_ways.py"))["main"]()

@@ -1,7 +1,6 @@
 """Links in the pages lead somewhere: files and headings exist, addresses are well-formed."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -23,7 +22,7 @@ HEADING = re.compile(r"^ {0,3}#{1,6} +(.+?)(?: +#+)? *$", re.MULTILINE)
 HOST = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}")
 
 
-def links(page: str) -> Iterator[str]:
+def links(page):
     """Where the links of a page point, those in code left out."""
     text = re.sub(r"`[^`\n]+`", "``", FENCED.sub("", page))
     for link in LINK.finditer(text):
@@ -31,9 +30,9 @@ def links(page: str) -> Iterator[str]:
     yield from BARE.findall(text)
 
 
-def anchors(page: str) -> set[str]:
+def anchors(page):
     """The anchors that GitHub gives a page's headings."""
-    found: dict[str, int] = {}
+    found = {}
     for heading in HEADING.findall(FENCED.sub("", page)):
         text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", heading)  # of a link its words
         # letters, digits, hyphens and underscores stay; each blank becomes a hyphen
@@ -44,7 +43,7 @@ def anchors(page: str) -> set[str]:
     return set(found)
 
 
-def wrong(link: str, page: Path) -> str | None:
+def wrong(link, page):
     """What is wrong with a link on a page."""
     parts = urlsplit(link)
     if parts.scheme or link.startswith("//"):
@@ -62,18 +61,18 @@ def wrong(link: str, page: Path) -> str | None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     found = {link: wrong(link, page) for link in links(page.read_text(encoding="utf-8"))}
     assert not {link: why for link, why in found.items() if why}
 
 
-def test_there_are_links() -> None:
+def test_there_are_links():
     assert {"CONTRIBUTING.md", "examples/guide/ideas.md"} <= set(
         links((ROOT / "README.md").read_text(encoding="utf-8"))
     )
 
 
-def test_links_are_found_as_markdown_writes_them() -> None:
+def test_links_are_found_as_markdown_writes_them():
     page = (
         "[a](a.md) ![b](b.png 'title') [`c`](c.md#d) [e [f]](#g)\n[h]: i.md\n<https://j.org>\n"
         "`[no](no.md)`\n```sh\n[no](no.md) http://no.org\n```\nhttp://k.org\n"
@@ -82,7 +81,7 @@ def test_links_are_found_as_markdown_writes_them() -> None:
     assert sorted(links(page)) == sorted(expected)
 
 
-def test_anchors_are_those_of_github() -> None:
+def test_anchors_are_those_of_github():
     page = (
         "# `loss / k`, and more\n## A [link](x.md)\n## Several  blanks\n## Twice\n## Twice\n"
         "```sh\n# no heading\n```\n### snake_case-and-ünïcode: 1.5×\n####### no heading\n"
@@ -111,5 +110,5 @@ def test_anchors_are_those_of_github() -> None:
         ("https://user@arxiv.org", "no such host"),
     ],
 )
-def test_what_is_wrong_with_a_link_is_said(link: str, why: str | None) -> None:
+def test_what_is_wrong_with_a_link_is_said(link, why):
     assert wrong(link, ROOT / "README.md") == why

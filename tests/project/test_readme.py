@@ -8,11 +8,10 @@ another package, which runs where that is installed.
 import doctest
 import io
 import re
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ class Block(NamedTuple):
     said: str | None
 
 
-def blocks(page: str) -> Iterator[Block]:
+def blocks(page):
     """The Python of a page."""
     for fence in FENCE.finditer(page):
         if fence[1] == "python":
@@ -42,10 +41,10 @@ def blocks(page: str) -> Iterator[Block]:
             yield Block(above, fence[3], fence[2], below and below[1])
 
 
-def run(page: str, name: str) -> list[str]:
+def run(page, name):
     """Run a page: wherever a block did not print what is said, what it printed instead."""
-    namespace: dict[str, Any] = {}
-    differ: list[str] = []
+    namespace = {}
+    differ = []
     checker = doctest.OutputChecker()
     for above, code, needs, said in blocks(page):
         if needs and not find_spec(needs):
@@ -60,14 +59,14 @@ def run(page: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_run_as_written(page: Path) -> None:
+def test_pages_run_as_written(page):
     differ = run(page.read_text(encoding="utf-8"), str(page))
     assert not differ, "\n".join(differ)
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_all_code_is_run(page: Path) -> None:
+def test_all_code_is_run(page):
     text = page.read_text(encoding="utf-8")
     assert {fence[1] for fence in FENCE.finditer(text)} <= {"python", "text", "sh", ""}
     needed = {block.needs for block in blocks(text) if block.needs}
@@ -76,11 +75,11 @@ def test_all_code_is_run(page: Path) -> None:
         pytest.skip(f"its listings of {' and '.join(missing)} did not run: not installed")
 
 
-def test_the_readme_has_python() -> None:
+def test_the_readme_has_python():
     assert len(list(blocks(README.read_text(encoding="utf-8")))) >= 4
 
 
-def test_a_page_that_is_wrong_is_found() -> None:
+def test_a_page_that_is_wrong_is_found():
     page = "```python\nx = 2\n```\nand\n```py\nx = 3\n```\n```python\nprint(x, 0.12)\n```\n"
     assert not run(page, "right")
     assert not run(page + "\n```text\n2 0.1...\n```\n", "right")

@@ -4,7 +4,6 @@ Otherwise a new field would shift all others in silence.
 """
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ TREES = {
 }
 
 
-def fields(node: ast.AST) -> int:
+def fields(node):
     """How many fields a class has, if it is a NamedTuple."""
     if not isinstance(node, ast.ClassDef) or "NamedTuple" not in map(ast.unparse, node.bases):
         return 0
@@ -35,7 +34,7 @@ RECORDS = {
 }
 
 
-def by_position(tree: ast.AST) -> Iterator[str]:
+def by_position(tree):
     """Records that are built with positional arguments, but for ``Record(*fields of one kind)``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args:
@@ -46,7 +45,7 @@ def by_position(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: {name}"
 
 
-def sliced(tree: ast.AST) -> Iterator[str]:
+def sliced(tree):
     """Arguments that are records, and have a part taken out by its position."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
@@ -58,15 +57,15 @@ def sliced(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-def test_records_are_built_by_keyword() -> None:
+def test_records_are_built_by_keyword():
     assert not {name: found for name, tree in TREES.items() if (found := [*by_position(tree)])}
 
 
-def test_records_are_not_sliced() -> None:
+def test_records_are_not_sliced():
     assert not {name: found for name, tree in TREES.items() if (found := [*sliced(tree)])}
 
 
-def test_the_parser_sees_what_it_looks_for() -> None:
+def test_the_parser_sees_what_it_looks_for():
     assert RECORDS["AccumState"] == 8
     assert "Weighted" not in RECORDS
     tree = ast.parse("def f(a: AccumState, b: Any):\n  AccumState(1, grads=2)\n  a[1:]\n  b[1:]\n")

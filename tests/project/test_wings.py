@@ -5,10 +5,8 @@ CONTRIBUTING.md has the picture.
 
 import ast
 import re
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,7 +34,7 @@ TREES = {
 NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}  # public, in spite of their underscore
 
 
-def imports(name: str, tree: ast.AST) -> Iterator[str]:
+def imports(name, tree):
     """The files of the package that a file imports; a folder goes by its ``__init__``."""
     inside = ["pureaccum", *name.split(".")][:-1]
     unread = {x for node in ast.walk(tree) if is_for_types(node) for x in ast.walk(node)}
@@ -53,14 +51,14 @@ def imports(name: str, tree: ast.AST) -> Iterator[str]:
             yield next(found for found in map(".".join, places) if found in TREES)
 
 
-def is_for_types(node: ast.AST) -> bool:
+def is_for_types(node):
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def private(tree: ast.AST) -> Iterator[str]:
+def private(tree):
     """Names with one leading underscore that are looked up on something, or imported from afar."""
     for node in ast.walk(tree):
-        names: list[str] = []
+        names = []
         if isinstance(node, ast.Attribute):
             names = [node.attr]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr"):
@@ -74,7 +72,7 @@ def private(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def test_a_wing_imports_only_from_lower_lines() -> None:
+def test_a_wing_imports_only_from_lower_lines():
     for name, tree in TREES.items():
         wing = name.split(".")[0]
         for found in imports(name, tree):
@@ -82,18 +80,18 @@ def test_a_wing_imports_only_from_lower_lines() -> None:
             assert other == wing or LINE[other] < LINE[wing], f"{name} imports {found}"
 
 
-def test_a_name_is_imported_from_the_file_that_has_it() -> None:
+def test_a_name_is_imported_from_the_file_that_has_it():
     """The ``__init__`` of a private wing says in words what is where, and has no names."""
     for wing in LINE:
-        tree: Any = TREES.get(f"{wing}.__init__")
+        tree = TREES.get(f"{wing}.__init__")
         if tree and wing.startswith("_") and LINE[wing] < LINE["__init__"]:
             assert ast.get_docstring(tree), wing
             assert len(tree.body) == 1, wing
 
 
-def test_one_word_for_one_thing() -> None:
+def test_one_word_for_one_thing():
     """No two files define one name, but for those that are a file's own."""
-    found: dict[str, str] = {}
+    found = {}
     for name, tree in TREES.items():
         if name.startswith(("_demo", "__main__", "testing.strategies.")):  # public, or a script
             continue
@@ -103,24 +101,24 @@ def test_one_word_for_one_thing() -> None:
                 found[node.name] = name
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle():
     graph = {name: set(imports(name, tree)) for name, tree in TREES.items()}
     tuple(TopologicalSorter(graph).static_order())
 
 
-def test_a_file_is_one_idea() -> None:
+def test_a_file_is_one_idea():
     """One that is longer than some 400 lines says why."""
     for name in TREES:
         text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
         assert len(text.splitlines()) <= 400 or "one file, however long" in text[:400], name
 
 
-def test_private_names_of_torch_live_in_one_file() -> None:
+def test_private_names_of_torch_live_in_one_file():
     found = {name: set(private(tree)) for name, tree in TREES.items()}
     assert {name for name, names in found.items() if names} == {"_base.torch_internals"}, found
 
 
-def test_every_test_file_lies_with_its_part_and_is_marked_by_its_kind() -> None:
+def test_every_test_file_lies_with_its_part_and_is_marked_by_its_kind():
     """So that ``tests/samples`` is all about samples, and ``pytest -m exact`` all about bits."""
     parts = {wing.strip("_") for wings in LINES[:5] for wing in wings} | {"testing", "project"}
     kinds = {"exact", "bounds", "laws", "parity", "purity", "transforms", "faults"}
@@ -130,12 +128,12 @@ def test_every_test_file_lies_with_its_part_and_is_marked_by_its_kind() -> None:
         assert len(kinds.intersection(re.findall(r"pytest\.mark\.(\w+)", marks))) == 1, file
 
 
-def test_the_house_is_small() -> None:
+def test_the_house_is_small():
     assert len([x for x in PACKAGE.iterdir() if x.name != "__pycache__"]) <= 14
     assert len(TREES) <= 148
 
 
-def test_the_parser_sees_what_it_looks_for() -> None:
+def test_the_parser_sees_what_it_looks_for():
     tree = ast.parse(
         "from .trees import x\nfrom . import loss\nfrom .._base import trees\nimport torch._C\n"
         "from torch._C import y\nmodule._parameters\ngetattr(module, '_buffers')\nstate._replace\n"

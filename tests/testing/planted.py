@@ -32,7 +32,7 @@ FAULTS = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encodi
 PACKAGE = Path(__file__).parents[2] / "pureaccum"
 
 
-def plant(name: str, directory: Path) -> Path:
+def plant(name, directory):
     """Write a copy of the package that has a fault: ``old`` of it made ``new``."""
     fault, copy = FAULTS[name], directory / "pureaccum"
     source = (PACKAGE / fault["file"]).read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def plant(name: str, directory: Path) -> Path:
     return copy
 
 
-def run_tests(root: Path, tests: str) -> tuple[int | None, str]:
+def run_tests(root, tests):
     """The exit code of pytest and what it wrote; ``root`` has the copy, tests, pyproject.toml.
 
     After ``SECONDS`` it is killed, which the exit code tells.
@@ -61,7 +61,7 @@ def run_tests(root: Path, tests: str) -> tuple[int | None, str]:
     return run.exitcode, (root / "output").read_text(encoding="utf-8")
 
 
-def _run(root: Path, tests: str) -> None:
+def _run(root, tests):
     """In the new process: as if pytest had been started in ``root``."""
     gc.freeze()  # otherwise each collection goes through all that torch consists of
     output = os.open(root / "output", os.O_WRONLY | os.O_CREAT)

@@ -3,14 +3,12 @@
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import optree
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pureaccum.testing import (
     assert_accumulates,
@@ -28,26 +26,26 @@ NAN, INF = math.nan, math.inf
 A = torch.tensor([[1.25, -2.5], [3.75, 7.5]])
 
 
-def said(got: Any, want: Any) -> str:
+def said(got, want):
     with pytest.raises(AssertionError) as caught:
         assert_trees_bitwise_equal(got, want)
     return str(caught.value)
 
 
-def said_of_bound(got: Any, want: Any, bound: Any) -> str:
+def said_of_bound(got, want, bound):
     with pytest.raises(AssertionError) as caught:
         assert_trees_within_bound(got, want, bound)
     return str(caught.value)
 
 
-def double(*numbers: float) -> Tensor:
+def double(*numbers):
     return torch.tensor(numbers, dtype=torch.float64)
 
 
 # Bits ------------------------------------------------------------------------------------
 
 
-SAME: dict[str, tuple[Any, Any]] = {
+SAME = {
     "NaN": (torch.tensor([NAN, 1.0]), torch.tensor([NAN, 1.0])),
     "signed zeros": (torch.tensor([-0.0]), torch.tensor([0.0])),
     "inf": (torch.tensor([INF, -INF]), torch.tensor([INF, -INF])),
@@ -66,18 +64,18 @@ SAME: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("got", "want"), SAME.values(), ids=SAME)
-def test_trees_that_are_the_same_pass(got: Any, want: Any) -> None:
+def test_trees_that_are_the_same_pass(got, want):
     assert_trees_bitwise_equal(got, want)
     assert_trees_bitwise_equal({"in": [got, (want,)]}, {"in": [want, (got,)]})
 
 
-def test_an_inference_tensor_is_as_good_as_another() -> None:
+def test_an_inference_tensor_is_as_good_as_another():
     with torch.inference_mode():
         x = A + 0
     assert_trees_bitwise_equal(x, A)
 
 
-DIFFERENT: dict[str, tuple[Any, Any, str]] = {
+DIFFERENT = {
     "a leaf missing": ({"a": 1}, {"a": 1, "b": 2}, "got['b'] is missing"),
     "a leaf more": ([1, 2], [1], "got[1] is not in want"),
     "a container": ([A], (A,), "the containers differ"),
@@ -100,11 +98,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "a bool": (A > 3, A > 1, "1 of 4 numbers differ, the first at [0, 0]: False came, True"),
     "sparse": (A.to_sparse(), A + 1, "got: 4 of 4 numbers differ, the first at [0, 0]: 1.25 came"),
     "complex": (torch.tensor(1 + 2j), torch.tensor(1 + 3j), "(1+2j) came, (1+3j) was expected"),
-    "one unit": (
-        double(1 + 2**-52),
-        double(1),
-        "2 came, 1.0 was expected, 1 unit in",
-    ),
+    "one unit": (double(1 + 2**-52), double(1), "2 came, 1.0 was expected, 1 unit in"),
     "units across zero": (double(5e-324), double(-5e-324), "2 units in the last place apart"),
     "units beyond an int64": (double(1e308), double(-1e308), "18429743317745373504 units"),
     "units of float8": (
@@ -137,18 +131,18 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize(("got", "want", "words"), DIFFERENT.values(), ids=DIFFERENT)
-def test_leaves_that_differ_are_named(got: Any, want: Any, words: str) -> None:
+def test_leaves_that_differ_are_named(got, want, words):
     assert words in said(got, want)
 
 
-def test_a_likely_cause_is_only_told_where_it_fits_every_number() -> None:
+def test_a_likely_cause_is_only_told_where_it_fits_every_number():
     off = 3 * A
     off[1, 1] += 1
     assert "Likely cause" not in said(off, A)
 
 
 @given(exact_trees(2), st.data())
-def test_one_number_of_one_leaf_is_found(tree: Any, data: st.DataObject) -> None:
+def test_one_number_of_one_leaf_is_found(tree, data):
     leaves, spec = optree.tree_flatten(tree, namespace="pureaccum")
     assert_trees_bitwise_equal(tree, spec.unflatten([x.clone() for x in leaves]))
     full = [i for i, x in enumerate(leaves) if x.numel()]
@@ -169,7 +163,7 @@ def test_one_number_of_one_leaf_is_found(tree: Any, data: st.DataObject) -> None
 # Bounds ----------------------------------------------------------------------------------
 
 
-WITHIN: dict[str, tuple[Any, Any, Any]] = {
+WITHIN = {
     "equal": (A, A, 0),
     "an error as large as the bound": (A + 0.5, A, 0.5),
     "other dtypes": (A.half(), A.double(), 0),
@@ -190,12 +184,12 @@ WITHIN: dict[str, tuple[Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize(("got", "want", "bound"), WITHIN.values(), ids=WITHIN)
-def test_trees_that_are_near_enough_pass(got: Any, want: Any, bound: Any) -> None:
+def test_trees_that_are_near_enough_pass(got, want, bound):
     assert_trees_within_bound(got, want, bound)
     assert_trees_within_bound(want, got, bound)
 
 
-OUTSIDE: dict[str, tuple[Any, Any, Any, str]] = {
+OUTSIDE = {
     "the worst of all": (
         {"a": A, "b": double(4, 5)},
         {"a": A + 1, "b": double(4, 2)},
@@ -204,12 +198,7 @@ OUTSIDE: dict[str, tuple[Any, Any, Any, str]] = {
         "5 of 6 numbers lie outside.",
     ),
     "its own bound": (A, A + 1, torch.tensor([2.0, 0.25]), "got[0, 1]: -2.5 came, -1.5 was expec"),
-    "a bound of zero": (
-        double(1.5),
-        double(1),
-        0,
-        "the error, 0.5, is inf times the bound.",
-    ),
+    "a bound of zero": (double(1.5), double(1), 0, "the error, 0.5, is inf times the bound."),
     "a NaN": (double(NAN, 9), double(1, 1), INF, "got[0]: nan came, 1.0 was expected within inf"),
     "a NaN expected": (double(1), double(NAN), INF, "1.0 came, nan was expected"),
     "an inf": (double(INF), double(1), 9, "inf came, 1.0 was expected within 9"),
@@ -233,11 +222,11 @@ OUTSIDE: dict[str, tuple[Any, Any, Any, str]] = {
 
 
 @pytest.mark.parametrize(("got", "want", "bound", "words"), OUTSIDE.values(), ids=OUTSIDE)
-def test_the_worst_number_is_named(got: Any, want: Any, bound: Any, words: str) -> None:
+def test_the_worst_number_is_named(got, want, bound, words):
     assert words in said_of_bound(got, want, bound)
 
 
-WRONG: dict[str, tuple[Any, str]] = {
+WRONG = {
     "negative": (-1, "the bound is -1; no bound may be negative or NaN."),
     "NaN": (NAN, "the bound is nan"),
     "one negative": ({"a": torch.tensor([1.0, -2.0])}, "bound['a'] is -2.0"),
@@ -250,7 +239,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("bound", "words"), WRONG.values(), ids=WRONG)
-def test_a_bound_that_is_none_is_refused(bound: Any, words: str) -> None:
+def test_a_bound_that_is_none_is_refused(bound, words):
     with pytest.raises(ValueError, match="bound") as caught:
         assert_trees_within_bound({"a": A}, {"a": A}, bound)
     assert words in str(caught.value)
@@ -260,7 +249,7 @@ numbers = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(numbers, numbers, numbers.map(abs))
-def test_a_bound_is_decided_as_fractions_decide_it(got: float, want: float, bound: float) -> None:
+def test_a_bound_is_decided_as_fractions_decide_it(got, want, bound):
     error = abs(Fraction(got) - Fraction(want))
     for limit in (bound, min(float(error), 1e308) if error < 10**308 else bound):
         try:
@@ -272,7 +261,7 @@ def test_a_bound_is_decided_as_fractions_decide_it(got: float, want: float, boun
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=1))
-def test_equal_trees_pass_with_every_bound(pairs: list[tuple[float, float]]) -> None:
+def test_equal_trees_pass_with_every_bound(pairs):
     got, bound = (double(*column).view(-1, 1) for column in zip(*pairs, strict=True))
     assert_trees_within_bound([got], [got.clone()], [bound.abs()])
     assert_trees_bitwise_equal([got], [got.clone()])
@@ -281,7 +270,7 @@ def test_equal_trees_pass_with_every_bound(pairs: list[tuple[float, float]]) -> 
 # What pytest shows of them ----------------------------------------------------------------
 
 
-def off_by_a_sum(w: Tensor, x: Tensor) -> Tensor:
+def off_by_a_sum(w, x):
     return (w * x).sum()
 
 
@@ -295,7 +284,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("fails", FAILING.values(), ids=FAILING)
-def test_a_failing_test_shows_the_verdict_and_none_of_our_lines(fails: Any) -> None:
+def test_a_failing_test_shows_the_verdict_and_none_of_our_lines(fails):
     with pytest.raises(AssertionError) as caught:
         fails()
     shown = [str(entry.path) for entry in caught.traceback.filter(caught)]

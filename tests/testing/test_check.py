@@ -9,15 +9,11 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 import pureaccum as pa
-from pureaccum.testing import (
-    AccumulationMismatch,
-    assert_accumulates,
-    check_accumulation,
-)
+from pureaccum.testing import AccumulationMismatch, assert_accumulates, check_accumulation
 from pureaccum.testing._check.subject import cast_tree, computing_in, ways
 from pureaccum.testing._check.trials import Bound, Outcome, Result, Trial, errors, shrunk
 from pureaccum.testing.strategies import KINDS, losses, reduction
@@ -30,7 +26,7 @@ X = torch.linspace(-1, 2, 24).reshape(8, 3)
 models = st.integers(2, 12).flatmap(losses)
 
 
-def squares(w: Tensor, x: Tensor) -> Tensor:
+def squares(w, x):
     return ((x @ w) ** 2).mean()
 
 

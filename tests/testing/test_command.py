@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,24 +54,24 @@ ready = make()
 
 
 @pytest.fixture(autouse=True)
-def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def at_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(FILE)
 
 
-def write(code: str, file: str = "mine.py") -> None:
+def write(code, file="mine.py"):
     Path(file).parent.mkdir(exist_ok=True)
     Path(file).write_text(textwrap.dedent(code))
 
 
-def check(target: str, *options: str) -> int:
+def check(target, *options):
     return main(["check", target, *options])
 
 
 Capture = pytest.CaptureFixture[str]
 
 
-def refused(capsys: Capture, target: str, *options: str) -> str:
+def refused(capsys, target, *options):
     """The one line that a target which cannot be checked gets."""
     before = sys.path[:], sys.argv[:], sorted(sys.modules)
     assert check(target, *options) == 2
@@ -108,7 +107,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize(("target", "says"), TARGETS.values(), ids=TARGETS)
-def test_a_badly_typed_target_is_named(target: str, says: str, capsys: Capture) -> None:
+def test_a_badly_typed_target_is_named(target, says, capsys):
     write("make = 1", "notes.txt")
     assert refused(capsys, target).startswith(f"{target}: {says}")
 
@@ -150,16 +149,14 @@ FILES = {
 
 
 @pytest.mark.parametrize(("code", "says"), FILES.values(), ids=FILES)
-def test_the_line_of_a_file_that_fails_is_shown(
-    code: str, says: str | None, capsys: Capture
-) -> None:
+def test_the_line_of_a_file_that_fails_is_shown(code, says, capsys):
     Path("mine.py").write_bytes(code.encode(errors="surrogatepass"))
     line = refused(capsys, "mine.py:make")
     # Where nothing of the file itself was running, a file beside it was.
     assert line.startswith(f"mine.py:{says}" if says else "train.py:5: RuntimeError: ")
 
 
-def test_a_file_elsewhere_is_shown_in_full(tmp_path: Path, capsys: Capture) -> None:
+def test_a_file_elsewhere_is_shown_in_full(tmp_path, capsys):
     write("1 / 0", "package/mine.py")
     Path("away").mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -170,19 +167,19 @@ def test_a_file_elsewhere_is_shown_in_full(tmp_path: Path, capsys: Capture) -> N
     )
 
 
-def test_the_line_of_a_module_that_fails_is_shown(capsys: Capture) -> None:
+def test_the_line_of_a_module_that_fails_is_shown(capsys):
     write("def make():\n    return 1 / 0", "package/mine.py")
     line = refused(capsys, "package.mine:make")
     assert line == f"{Path('package/mine.py')}:2: ZeroDivisionError: division by zero"
 
 
-def test_our_own_lines_are_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_our_own_lines_are_not_shown(monkeypatch, capsys):
     """Not even where they lie beside the target."""
     monkeypatch.chdir(Path(pa.__file__).parents[1])
     assert refused(capsys, "pureaccum.testing:no_such").startswith("pureaccum.testing:no_such: ")
 
 
-def test_interrupts_come_through() -> None:
+def test_interrupts_come_through():
     write("raise KeyboardInterrupt")
     path = sys.path[:]
     with pytest.raises(KeyboardInterrupt):
@@ -222,20 +219,18 @@ GIVEN = {
 
 
 @pytest.mark.parametrize(("body", "says"), GIVEN.values(), ids=GIVEN)
-def test_a_factory_that_gives_something_else_is_refused(
-    body: str, says: str, capsys: Capture
-) -> None:
+def test_a_factory_that_gives_something_else_is_refused(body, says, capsys):
     write(f"from train import *\ndef mine():\n    {body}")
     assert refused(capsys, "mine.py:mine").startswith(f"mine.py:mine: {says}")
 
 
-def test_a_target_that_is_neither_factory_nor_tuple_is_refused(capsys: Capture) -> None:
+def test_a_target_that_is_neither_factory_nor_tuple_is_refused(capsys):
     write("mine = {}")
     line = refused(capsys, "mine.py:mine")
     assert line.startswith("mine.py:mine: it is a dict; expected a factory, or a tuple (loss_fn, ")
 
 
-def test_a_target_that_is_the_loss_itself_is_refused(capsys: Capture) -> None:
+def test_a_target_that_is_the_loss_itself_is_refused(capsys):
     """The factory that is shown is one."""
     assert check("train.py:loss") == 2
     out, err = capsys.readouterr()
@@ -250,24 +245,24 @@ def test_a_target_that_is_the_loss_itself_is_refused(capsys: Capture) -> None:
     assert check("mine.py:check_loss") == 0
 
 
-def test_arguments_that_need_not_be_given() -> None:
+def test_arguments_that_need_not_be_given():
     write("from train import *\ndef mine(*args, rows=4, **kwargs): return make()")
     assert check("mine.py:mine") == 0
 
 
-def test_an_empty_batch_is_refused(capsys: Capture) -> None:
+def test_an_empty_batch_is_refused(capsys):
     write("from train import *\ndef mine(): return loss, tensors()[0], {'x': torch.ones(0, 2)}")
     assert "row" in refused(capsys, "mine.py:mine")
 
 
-def test_settings_out_of_range_are_refused(capsys: Capture) -> None:
+def test_settings_out_of_range_are_refused(capsys):
     assert "splits" in refused(capsys, "train.py:make", "--splits", "-1")
 
 
 # What is printed -------------------------------------------------------------------------
 
 
-def test_a_traceback_is_shown_if_asked_for(capsys: Capture) -> None:
+def test_a_traceback_is_shown_if_asked_for(capsys):
     write("def mine():\n    return 1 / 0")
     assert check("mine.py:mine", "--traceback") == 2
     err = capsys.readouterr().err
@@ -275,14 +270,14 @@ def test_a_traceback_is_shown_if_asked_for(capsys: Capture) -> None:
     assert err.endswith("\nmine.py:2: ZeroDivisionError: division by zero\n")
 
 
-def as_json(capsys: Capture, target: str, *options: str) -> tuple[int, Any]:
+def as_json(capsys, target, *options):
     """The exit status, and the object that is all there is on stdout."""
     capsys.readouterr()
     status = check(target, "--json", *options)
     return status, json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-def test_the_report_is_json_if_asked_for(capsys: Capture) -> None:
+def test_the_report_is_json_if_asked_for(capsys):
     status, fits = as_json(capsys, "train.py:make")
     assert (status, fits["fits"], fits["rows"]) == (0, True, 4)
     assert {leaf["path"] for leaf in fits["leaves"]} == {"value", "params['w']"}
@@ -292,7 +287,7 @@ def test_the_report_is_json_if_asked_for(capsys: Capture) -> None:
     assert as_json(capsys, "train.py") == (2, {"error": f"train.py: {TARGETS['no name'][1]}"})
 
 
-def test_the_json_of_a_report_holds_no_inf(capsys: Capture) -> None:
+def test_the_json_of_a_report_holds_no_inf(capsys):
     write("""\
         from train import *
         def whole(params, batch):
@@ -305,7 +300,7 @@ def test_the_json_of_a_report_holds_no_inf(capsys: Capture) -> None:
     assert "inf" in {leaf["error"] for leaf in report["leaves"]}
 
 
-def test_the_line_says_what_to_do(capsys: Capture) -> None:
+def test_the_line_says_what_to_do(capsys):
     """A loss for which float64 is no dtype to compare in."""
     write("""\
         from train import *
@@ -320,7 +315,7 @@ def test_the_line_says_what_to_do(capsys: Capture) -> None:
     assert check("mine.py:mine", "--reference", "native") == 0
 
 
-def test_what_the_file_prints_stays_out_of_the_json(capsys: Capture) -> None:
+def test_what_the_file_prints_stays_out_of_the_json(capsys):
     write("""\
         from train import *
         print("imported")
@@ -336,7 +331,7 @@ def test_what_the_file_prints_stays_out_of_the_json(capsys: Capture) -> None:
     assert capsys.readouterr().out.startswith("imported\nmade\ncalled\n")
 
 
-def test_warnings_are_left_alone(capsys: Capture) -> None:
+def test_warnings_are_left_alone(capsys):
     write("import warnings\nfrom train import *\nwarnings.warn('a word')\nmine = make()")
     with pytest.warns(UserWarning, match="a word"):
         assert check("mine.py:mine") == 0
@@ -347,12 +342,12 @@ def test_warnings_are_left_alone(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("target", ["make", "make_total", "ready"])
-def test_of_a_loss_that_fits_the_command_says_so(target: str, capsys: Capture) -> None:
+def test_of_a_loss_that_fits_the_command_says_so(target, capsys):
     assert check(f"train.py:{target}") == 0
     assert capsys.readouterr().out.startswith("fits")
 
 
-def test_options_override_the_file(capsys: Capture) -> None:
+def test_options_override_the_file(capsys):
     assert check("train.py:make_total", "--reduction", "mean") == 1
     assert check("train.py:make", "--reduction", "sum") == 1
     assert capsys.readouterr().out.startswith("does not fit")
@@ -364,7 +359,7 @@ def test_options_override_the_file(capsys: Capture) -> None:
     assert len(splits) == 2
 
 
-def test_weights_are_given_by_name() -> None:
+def test_weights_are_given_by_name():
     """A mask that masks nothing hides what the loss makes of one."""
     write("""\
         from train import *
@@ -376,7 +371,7 @@ def test_weights_are_given_by_name() -> None:
     assert check("mine.py:mine", "--weights", "mask") == 1
 
 
-def test_a_module_is_given_by_its_name(capsys: Capture) -> None:
+def test_a_module_is_given_by_its_name(capsys):
     write("from .helper import make", "package/mine.py")
     write(FILE, "package/helper.py")
     assert check("package.mine:make") == 0
@@ -420,7 +415,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("file", ["mine.py", "random.py", "01.mine-too.py"])
-def test_a_file_finds_what_lies_beside_it(file: str) -> None:
+def test_a_file_finds_what_lies_beside_it(file):
     random = sys.modules["random"]
     for scale in (1, 2):  # other files of the same names
         folder = f"folder{scale}"
@@ -437,7 +432,7 @@ def test_a_file_finds_what_lies_beside_it(file: str) -> None:
     assert sys.modules["random"] is random
 
 
-def test_a_package_that_was_there_keeps_its_new_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_was_there_keeps_its_new_parts(monkeypatch):
     """torch, say: its parts know each other."""
     write(FILE, "package/helper.py")
     write("from package.helper import make", "package/mine.py")
@@ -451,7 +446,7 @@ def test_a_package_that_was_there_keeps_its_new_parts(monkeypatch: pytest.Monkey
 # As a process ----------------------------------------------------------------------------
 
 
-def process(*argv: str) -> tuple[int, str, str]:
+def process(*argv):
     done = subprocess.run(
         [sys.executable, "-m", "pureaccum", "check", *argv],
         env=os.environ | {"PYTHONPATH": str(Path(pa.__file__).parents[1])},
@@ -462,7 +457,7 @@ def process(*argv: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow  # three processes that import torch
-def test_the_exit_status_tells_a_misfit_from_an_error() -> None:
+def test_the_exit_status_tells_a_misfit_from_an_error():
     status, out, err = process("train.py:make")
     assert (status, out[:4], err) == (0, "fits", "")
     status, out, err = process("train.py:make_masked", "--json")

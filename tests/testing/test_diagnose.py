@@ -1,7 +1,5 @@
 """What a diagnosis adds to its kind: what is left without the norms, and which of them it names."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,13 +125,13 @@ def test_what_overflows_is_named():
     assert max(leaf.error for leaf in report.leaves) <= 1
 
 
-def test_the_line_that_normalises_data_is_named() -> None:
+def test_the_line_that_normalises_data_is_named():
     """And not the line that called the loss, or a helper of it."""
 
-    def normalised(gain: torch.Tensor) -> torch.Tensor:
+    def normalised(gain):
         return (gain - gain.mean()) / 2.0  # the line
 
-    def loss(w: torch.Tensor, batch: Any) -> torch.Tensor:
+    def loss(w, batch):
         gain = normalised(batch["gain"])
         return ((batch["x"] @ w) * gain).mean()
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from pureaccum.testing import AccumulationMismatch, check_training_loop, unchanged
@@ -29,26 +29,26 @@ BATCH = {
 FULL = {"x": BATCH["x"], "y": torch.randint(0, 3, (12,))}
 
 
-def total(model: Any, part: Any) -> Tensor:
+def total(model, part):
     return F.cross_entropy(model(part["x"]), part["y"], reduction="sum")
 
 
-def mean(model: Any, part: Any) -> Tensor:
+def mean(model, part):
     return F.cross_entropy(model(part["x"]), part["y"])
 
 
-def tokens(parts: Any) -> int:
+def tokens(parts):
     return sum(int((part["y"] != -100).sum()) for part in parts)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.125)
 
 
 # Loops that are right ---------------------------------------------------------------------
 
 
-def right(model: Any, optimizer: Any, parts: Any) -> None:
+def right(model, optimizer, parts):
     count = tokens(parts)
     optimizer.zero_grad()
     for part in parts:
@@ -56,7 +56,7 @@ def right(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.step()
 
 
-def clipped(model: Any, optimizer: Any, parts: Any) -> None:
+def clipped(model, optimizer, parts):
     count = tokens(parts)
     for part in parts:
         (total(model, part) / count).backward()
@@ -65,7 +65,7 @@ def clipped(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.zero_grad()
 
 
-def scaled(model: Any, optimizer: Any, parts: Any) -> None:
+def scaled(model, optimizer, parts):
     scaler, count = torch.amp.GradScaler("cpu", init_scale=1024.0), tokens(parts)
     for part in parts:
         scaler.scale(total(model, part) / count).backward()
@@ -76,7 +76,7 @@ def scaled(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.zero_grad()
 
 
-def by_rows(model: Any, optimizer: Any, parts: Any) -> None:
+def by_rows(model, optimizer, parts):
     optimizer.zero_grad()
     rows = sum(len(part["x"]) for part in parts)
     for part in parts:
@@ -84,7 +84,7 @@ def by_rows(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.step()
 
 
-RIGHT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+RIGHT = {
     "tokens": (right, BATCH, {}),
     "AdamW": (right, BATCH, {"optimizer": adamw}),
     "clipped once": (clipped, BATCH, {"max_norm": 0.0625}),
@@ -97,7 +97,7 @@ RIGHT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_loop_that_is_right_fits(name: str) -> None:
+def test_a_loop_that_is_right_fits(name):
     loop, batch, knobs = RIGHT[name]
     model = knobs.get("model", MODEL)
     knobs = {key: x for key, x in knobs.items() if key != "model"}
@@ -108,18 +108,18 @@ def test_a_loop_that_is_right_fits(name: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_tied_weights_are_one_parameter() -> None:
+def test_tied_weights_are_one_parameter():
     tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     tied[2].weight = tied[0].weight
     assert check_training_loop(by_rows, tied, FULL).fits
 
 
-def test_a_gradient_that_is_zero_on_paper_is_not_judged() -> None:
+def test_a_gradient_that_is_zero_on_paper_is_not_judged():
     """A bias before a batch norm: its gradient is rounding, of which Adam makes a step."""
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     shifted = nn.Sequential(nn.Linear(4, 3), nn.Softmax(1))  # the mean over outputs is constant
 
-    def constant(model: Any, optimizer: Any, parts: Any) -> None:
+    def constant(model, optimizer, parts):
         rows = sum(len(part["x"]) for part in parts)
         for part in parts:
             (model(part["x"]).sum() / rows).backward()
@@ -133,14 +133,14 @@ def test_a_gradient_that_is_zero_on_paper_is_not_judged() -> None:
 # Faults of the field ----------------------------------------------------------------------------
 
 
-def mean_of_means(model: Any, optimizer: Any, parts: Any) -> None:
+def mean_of_means(model, optimizer, parts):
     for part in parts:
         (mean(model, part) / len(parts)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def last_window(model: Any, optimizer: Any, parts: Any) -> None:
+def last_window(model, optimizer, parts):
     k = max(len(parts), 4) if len(parts) > 1 else 1
     for part in parts:
         (mean(model, part) / k).backward()
@@ -148,14 +148,14 @@ def last_window(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.zero_grad()
 
 
-def added(model: Any, optimizer: Any, parts: Any) -> None:
+def added(model, optimizer, parts):
     for part in parts:
         mean(model, part).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def dropped(model: Any, optimizer: Any, parts: Any) -> None:
+def dropped(model, optimizer, parts):
     rows = sum(len(part["x"]) for part in parts)
     for part in parts[:-1] if len(parts) > 1 else parts:
         (mean(model, part) * len(part["x"]) / rows).backward()
@@ -163,7 +163,7 @@ def dropped(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.zero_grad()
 
 
-def zeroed(model: Any, optimizer: Any, parts: Any) -> None:
+def zeroed(model, optimizer, parts):
     rows = sum(len(part["x"]) for part in parts)
     for part in parts:
         optimizer.zero_grad()
@@ -171,14 +171,14 @@ def zeroed(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.step()
 
 
-def added_up(model: Any, optimizer: Any, parts: Any) -> None:
+def added_up(model, optimizer, parts):
     rows = sum(len(part["x"]) for part in parts)
     for part in parts:
         (mean(model, part) * len(part["x"]) / rows).backward()
     optimizer.step()
 
 
-def clipped_each(model: Any, optimizer: Any, parts: Any) -> None:
+def clipped_each(model, optimizer, parts):
     rows = sum(len(part["x"]) for part in parts)
     for part in parts:
         (mean(model, part) * len(part["x"]) / rows).backward()
@@ -187,14 +187,14 @@ def clipped_each(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.zero_grad()
 
 
-def stepped_each(model: Any, optimizer: Any, parts: Any) -> None:
+def stepped_each(model, optimizer, parts):
     for part in parts:
         mean(model, part).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def clips_nothing(model: Any, optimizer: Any, parts: Any) -> None:
+def clips_nothing(model, optimizer, parts):
     rows = sum(len(part["x"]) for part in parts)
     for part in parts:
         (mean(model, part) * len(part["x"]) / rows).backward()
@@ -204,7 +204,7 @@ def clips_nothing(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.zero_grad()
 
 
-def squares(model: Any, optimizer: Any, parts: Any) -> None:
+def squares(model, optimizer, parts):
     """Adam's second moment, of the squares of microbatches."""
     rows = sum(len(part["x"]) for part in parts)
     sums = [torch.zeros_like(p) for p in model.parameters()]
@@ -225,7 +225,7 @@ def squares(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.zero_grad()
 
 
-def projected(model: Any, optimizer: Any, parts: Any) -> None:
+def projected(model, optimizer, parts):
     """A gradient of low rank, of which each microbatch has its own subspace."""
     rows = sum(len(part["x"]) for part in parts)
     weight = model[0].weight
@@ -259,10 +259,7 @@ FAULTS = {
         BATCH,
     ),
     "a mean over tokens, weighed by rows": Fault(
-        by_rows,
-        "[mlx-lm #1413](https://github.com/ml-explore/mlx-lm/pull/1413)",
-        "weight",
-        BATCH,
+        by_rows, "[mlx-lm #1413](https://github.com/ml-explore/mlx-lm/pull/1413)", "weight", BATCH
     ),
     "the last, shorter window divided by the usual `k`": Fault(
         last_window,
@@ -314,7 +311,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_known_fault_is_found_and_named(name: str) -> None:
+def test_a_known_fault_is_found_and_named(name):
     fault = FAULTS[name]
     report = check_training_loop(
         fault.loop, fault.model, fault.batch, raise_on_mismatch=False, **fault.knobs
@@ -325,17 +322,17 @@ def test_a_known_fault_is_found_and_named(name: str) -> None:
         check_training_loop(fault.loop, fault.model, fault.batch, **fault.knobs)
 
 
-def table() -> str:
+def table():
     rows = [f"| {name} | {it.source} | {it.kind} |" for name, it in FAULTS.items()]
     return "\n".join(["| fault | who had it | what the check says |", "|---|---|---|", *rows])
 
 
-def test_the_table_of_the_guide_is_this_one() -> None:
+def test_the_table_of_the_guide_is_this_one():
     page = Path(__file__).parents[2] / "examples/guide/checking.md"
     assert table() in page.read_text(encoding="utf-8")
 
 
-def test_dropout_is_named() -> None:
+def test_dropout_is_named():
     report = check_training_loop(by_rows, DROPPED, FULL, raise_on_mismatch=False)
     assert [it.kind for it in report.diagnoses] == ["randomness"]
 
@@ -362,7 +359,7 @@ def test_dropout_is_named() -> None:
         ((right, MODEL, FULL), {"splits": [[5, 5]]}, ValueError, "sizes of at least two"),
     ],
 )
-def test_what_is_no_loop_is_refused(args: Any, knobs: Any, error: Any, words: str) -> None:
+def test_what_is_no_loop_is_refused(args, knobs, error, words):
     try:
         with pytest.raises(error, match=words):
             check_training_loop(*args, **knobs)
@@ -374,7 +371,7 @@ def test_what_is_no_loop_is_refused(args: Any, knobs: Any, error: Any, words: st
 
 
 @pytest.mark.slow
-def test_a_failing_test_prints_the_report_and_not_the_checker(tmp_path: Path) -> None:
+def test_a_failing_test_prints_the_report_and_not_the_checker(tmp_path):
     """By the fixture and by the functions: some lines of pytest's own, and ours."""
     tmp_path.joinpath("conftest.py").write_text(
         "from pureaccum.testing.fixtures import accumulates\n"

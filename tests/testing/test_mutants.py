@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
         for i, name in enumerate(FAULTS)
     ],
 )
-def test_the_fault_is_found(name: str, tmp_path: Path) -> None:
+def test_the_fault_is_found(name, tmp_path):
     plant(name, tmp_path)
     unused = shutil.ignore_patterns("__pycache__", "benchmarks")
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=unused)
@@ -38,7 +38,7 @@ def test_the_fault_is_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_one_and_says_which(name: str) -> None:
+def test_a_fault_is_one_and_says_which(name):
     fault = FAULTS[name]
     source = (PACKAGE / fault["file"]).read_text(encoding="utf-8")
     assert source.count(fault["old"]) == 1
@@ -47,7 +47,7 @@ def test_a_fault_is_one_and_says_which(name: str) -> None:
     compile(source.replace(fault["old"], fault["new"]), fault["file"], "exec")
 
 
-def test_planting_copies_the_package_and_changes_one_file(tmp_path: Path) -> None:
+def test_planting_copies_the_package_and_changes_one_file(tmp_path):
     copy = plant("the short tail dropped", tmp_path / "new")
     assert copy == tmp_path / "new" / "pureaccum"
     files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
@@ -57,7 +57,7 @@ def test_planting_copies_the_package_and_changes_one_file(tmp_path: Path) -> Non
     assert changed == [FAULTS["the short tail dropped"]["file"]]
 
 
-def test_python_finds_the_copy_first(tmp_path: Path) -> None:
+def test_python_finds_the_copy_first(tmp_path):
     copy = plant("a scale that is not undone", tmp_path)
     script = "import pureaccum, pureaccum.testing; print(pureaccum.testing.__file__)"
     found = subprocess.run(

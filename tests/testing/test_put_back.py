@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pureaccum.testing import check_accumulation
 from pureaccum.testing._check.subject import preserving_random, reseed
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.purity
 W, X = torch.tensor([1.0, -2.0, 0.5]), torch.linspace(-1, 2, 24).reshape(8, 3)
 
 
-def squares(w: Tensor, x: Tensor) -> Tensor:
+def squares(w, x):
     return ((x @ w) ** 2).mean()
 
 
@@ -144,7 +144,7 @@ def test_a_nan_that_is_kept_is_not_written():
 own = torch.Generator()
 
 
-def drawn() -> tuple[float, ...]:
+def drawn():
     one = torch.rand((), generator=own).item()
     return torch.rand(()).item(), random.random(), np.random.random(), one
 

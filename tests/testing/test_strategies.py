@@ -5,23 +5,19 @@ import itertools
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import optree
 import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 import pureaccum as pa
 from pureaccum._core.accumulator import Accumulator
 from pureaccum.testing.strategies import (
     KINDS,
-    ExactModel,
     Fault,
     History,
     batches,
@@ -46,13 +42,13 @@ from tests.draws import examples, few
 pytestmark = pytest.mark.laws
 
 
-def smallest(strategy: st.SearchStrategy[Any], shows: Callable[[Any], Any]) -> Any:
+def smallest(strategy, shows):
     """What hypothesis would show of a fault; the same in every run and profile."""
     knobs = settings(max_examples=2000, database=None, phases=[Phase.generate, Phase.shrink])
     return find(strategy, lambda x: bool(shows(x)), settings=knobs, random=random.Random(0))
 
 
-def up_to(strategy: Callable[[int], st.SearchStrategy[Any]], n: int) -> st.SearchStrategy[Any]:
+def up_to(strategy, n):
     return st.integers(1, n).flatmap(strategy)
 
 
@@ -60,13 +56,13 @@ def up_to(strategy: Callable[[int], st.SearchStrategy[Any]], n: int) -> st.Searc
 
 
 @given(st.integers(0, 12), st.booleans(), st.data())
-def test_sizes_add_up(n: int, empty: bool, data: st.DataObject) -> None:
+def test_sizes_add_up(n, empty, data):
     sizes = data.draw(compositions(n, empty))
     assert sum(sizes) == n
     assert all(size >= (not empty) for size in sizes)
 
 
-def test_every_cut_is_drawn() -> None:
+def test_every_cut_is_drawn():
     """Two choices between any two rows; with empty ones the cuts have no end."""
     for n in range(1, 5):
         for cuts in itertools.product([False, True], repeat=n - 1):
@@ -79,8 +75,8 @@ def test_every_cut_is_drawn() -> None:
     assert smallest(compositions(0, empty=True), lambda sizes: len(sizes) == 2) == [0, 0]
 
 
-def test_a_mean_of_means_is_shown_by_one_row_and_two() -> None:
-    def wrong(sizes: list[int]) -> bool:
+def test_a_mean_of_means_is_shown_by_one_row_and_two():
+    def wrong(sizes):
         x = torch.arange(sum(sizes)).double()
         means = torch.stack([part.mean() for part in x.split(sizes)])
         return bool(means.mean() != x.mean())
@@ -88,20 +84,20 @@ def test_a_mean_of_means_is_shown_by_one_row_and_two() -> None:
     assert smallest(up_to(compositions, 12), wrong) == [1, 2]
 
 
-def test_a_tail_dropped_is_shown_by_two_rows_and_one() -> None:
-    def wrong(sizes: list[int]) -> bool:
+def test_a_tail_dropped_is_shown_by_two_rows_and_one():
+    def wrong(sizes):
         return sum(size for size in sizes if size == sizes[0]) != sum(sizes)
 
     assert smallest(up_to(compositions, 12).filter(lambda s: s[0] == max(s)), wrong) == [2, 1]
 
 
-def test_a_microbatch_without_rows_is_alone_where_it_matters() -> None:
+def test_a_microbatch_without_rows_is_alone_where_it_matters():
     drawn = smallest(few.flatmap(lambda n: compositions(n, empty=True)), lambda s: 0 in s)
     assert drawn == [0, 1]
 
 
 @given(st.data(), st.integers(0, 6))
-def test_pieces_are_views_of_all_rows_in_order(data: st.DataObject, n: int) -> None:
+def test_pieces_are_views_of_all_rows_in_order(data, n):
     x, sizes = torch.arange(2 * n).reshape(n, 2), data.draw(compositions(n, empty=True))
     parts = pieces({"x": x, "rest": (None, 2.0)}, sizes)
     assert [len(part["x"]) for part in parts] == sizes
@@ -114,14 +110,14 @@ def test_pieces_are_views_of_all_rows_in_order(data: st.DataObject, n: int) -> N
 
 
 @given(st.integers(1, 8), st.data())
-def test_a_merge_tree_has_every_state_once(n: int, data: st.DataObject) -> None:
+def test_a_merge_tree_has_every_state_once(n, data):
     tree = data.draw(merge_trees(n))
     merged = merge_along(tree, [[i] for i in range(n)], list.__add__)
     assert sorted(merged) == list(range(n))
     assert merged == optree.tree_leaves(tree)
 
 
-def test_every_merge_tree_is_drawn() -> None:
+def test_every_merge_tree_is_drawn():
     """Of three states: six orders, and two groupings of each."""
     for a, b, c in itertools.permutations(range(3)):
         for tree in (((a, b), c), (a, (b, c))):
@@ -141,8 +137,8 @@ def test_every_merge_tree_is_drawn() -> None:
         ),  # depends on the grouping
     ],
 )
-def test_a_merge_that_is_wrong_is_shown(merge: Callable[[int, int], int], shown: Any) -> None:
-    def wrong(tree: Any) -> bool:
+def test_a_merge_that_is_wrong_is_shown(merge, shown):
+    def wrong(tree):
         states = [2**i for i in range(1 + max(optree.tree_leaves(tree)))]
         return merge_along(tree, states, merge) != sum(states)
 
@@ -153,7 +149,7 @@ def test_a_merge_that_is_wrong_is_shown(merge: Callable[[int, int], int], shown:
 
 
 @given(st.integers(0, 8), st.data())
-def test_a_history_has_every_microbatch_once(n: int, data: st.DataObject) -> None:
+def test_a_history_has_every_microbatch_once(n, data):
     history = data.draw(histories(n))
     assert sum(history.sizes) == n
     assert sorted(itertools.chain(*history.groups)) == list(range(len(history.sizes)))
@@ -162,11 +158,11 @@ def test_a_history_has_every_microbatch_once(n: int, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("donate", [False, True])
 @given(data=st.data(), n=st.integers(1, 8))
-def test_a_history_is_run_as_it_says(donate: bool, data: st.DataObject, n: int) -> None:
+def test_a_history_is_run_as_it_says(donate, data, n):
     """Beside a log of what is called."""
     history, log = data.draw(histories(n)), []
 
-    def update(state: list[Any], params: Any, part: Tensor, donate: bool) -> list[Any]:
+    def update(state, params, part, donate):
         log.append(donate)
         return [*state, part.tolist()]
 
@@ -188,7 +184,7 @@ def test_a_history_is_run_as_it_says(donate: bool, data: st.DataObject, n: int) 
         ("microbatches must come in order", History([1, 1], [[1, 0]], 0)),
     ],
 )
-def test_a_faulty_accumulator_is_shown(fault: str, shown: History) -> None:
+def test_a_faulty_accumulator_is_shown(fault, shown):
     w = torch.tensor(1.0)
     acc = pa.accumulator(lambda w, x: (w * x).mean())
     right = acc
@@ -209,7 +205,7 @@ def test_a_faulty_accumulator_is_shown(fault: str, shown: History) -> None:
             )
         )
 
-    def wrong(history: History) -> bool:
+    def wrong(history):
         x = torch.arange(1.0, 1.0 + sum(history.sizes)) ** 2
         got, _ = acc.finalize(history.run(acc, w, x))
         return bool(got != x.sum() / len(x))
@@ -228,9 +224,7 @@ NARROWER = {
 
 
 @given(st.data(), dtypes(), st.integers(1, 5), st.integers(1, 9))
-def test_sums_of_exact_trees_are_exact(
-    data: st.DataObject, dtype: torch.dtype, copies: int, terms: int
-) -> None:
+def test_sums_of_exact_trees_are_exact(data, dtype, copies, terms):
     """In the dtype itself, in any order and grouping, whichever of them are taken."""
     drawn = data.draw(exact_trees(copies, terms, dtype))
     chosen = [data.draw(st.sampled_from(drawn)) for _ in range(terms)]
@@ -248,12 +242,12 @@ def test_sums_of_exact_trees_are_exact(
 
 
 @pytest.mark.parametrize("dtype", NARROWER, ids=str)
-def test_exact_trees_are_large_enough_to_show_a_narrow_sum(dtype: torch.dtype) -> None:
+def test_exact_trees_are_large_enough_to_show_a_narrow_sum(dtype):
     seen = []
 
     @settings(max_examples=50, database=None, derandomize=True)
     @given(exact_trees(4, dtype=dtype))
-    def draw(drawn: list[Any]) -> None:
+    def draw(drawn):
         columns = zip(*map(optree.tree_leaves, drawn), strict=True)
         leaves = [torch.stack(xs) for xs in columns if xs[0].numel()]
         if leaves:
@@ -271,10 +265,8 @@ def test_exact_trees_are_large_enough_to_show_a_narrow_sum(dtype: torch.dtype) -
         (torch.float16, torch.bfloat16, 257.0),
     ],
 )
-def test_a_narrow_sum_is_shown_by_the_first_integer_it_lacks(
-    dtype: torch.dtype, narrow: torch.dtype, shown: float
-) -> None:
-    def wrong(drawn: list[Any]) -> bool:
+def test_a_narrow_sum_is_shown_by_the_first_integer_it_lacks(dtype, narrow, shown):
+    def wrong(drawn):
         return any(
             (sum(x.to(narrow) for x in xs) != sum(xs)).any()
             for xs in zip(*map(optree.tree_leaves, drawn), strict=True)
@@ -284,7 +276,7 @@ def test_a_narrow_sum_is_shown_by_the_first_integer_it_lacks(
     assert (first.item(), second.item()) == (0.0, shown)
 
 
-def test_the_most_terms_are_exact_and_more_are_refused() -> None:
+def test_the_most_terms_are_exact_and_more_are_refused():
     drawn = smallest(
         exact_trees(1, 2**8, torch.bfloat16),
         lambda drawn: torch.is_tensor(drawn[0]) and drawn[0].abs().sum() > 0,
@@ -296,10 +288,10 @@ def test_the_most_terms_are_exact_and_more_are_refused() -> None:
         exact_trees(1, 0)
 
 
-def test_sums_of_ordinary_trees_do_round() -> None:
+def test_sums_of_ordinary_trees_do_round():
     """Or the exact ones would prove nothing."""
 
-    def wrong(tree: Any) -> bool:
+    def wrong(tree):
         x = torch.cat([leaf.flatten() for leaf in optree.tree_leaves(tree)])
         return x.numel() > 2 and (x[0] + x[1]) + x[2] != x[0] + (x[1] + x[2])
 
@@ -308,17 +300,17 @@ def test_sums_of_ordinary_trees_do_round() -> None:
 
 
 @given(trees())
-def test_a_tree_has_leaves(tree: Any) -> None:
+def test_a_tree_has_leaves(tree):
     leaves = optree.tree_leaves(tree)
     assert leaves
     assert all(leaf.dtype == torch.float32 and leaf.isfinite().all() for leaf in leaves)
 
 
-def test_leaves_paired_with_those_of_another_library_are_shown_by_two_keys() -> None:
+def test_leaves_paired_with_those_of_another_library_are_shown_by_two_keys():
     """optree sorts the keys of a dict, and torch's own pytree does not."""
     numbered = trees(st.just(0))
 
-    def wrong(tree: Any) -> bool:
+    def wrong(tree):
         leaves, spec = optree.tree_flatten(tree)
         tree = optree.tree_unflatten(spec, range(len(leaves)))
         return optree.tree_leaves(tree) != torch_pytree.tree_leaves(tree)
@@ -327,15 +319,13 @@ def test_leaves_paired_with_those_of_another_library_are_shown_by_two_keys() -> 
 
 
 @given(shapes(3, 4), dtypes(complex=True), seeds())
-def test_shapes_dtypes_and_seeds_are_what_torch_takes(
-    shape: tuple[int, ...], dtype: torch.dtype, seed: int
-) -> None:
+def test_shapes_dtypes_and_seeds_are_what_torch_takes(shape, dtype, seed):
     x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
     assert x.dim() <= 3
     assert all(n <= 4 for n in x.shape)
 
 
-def test_the_simplest_draws_are_the_simplest_there_are() -> None:
+def test_the_simplest_draws_are_the_simplest_there_are():
     assert smallest(shapes(), lambda shape: True) == ()
     assert smallest(shapes(), lambda shape: 0 not in shape and len(shape) == 2) == (1, 1)
     assert smallest(dtypes(complex=True), lambda dtype: True) == torch.float32
@@ -348,7 +338,7 @@ def test_the_simplest_draws_are_the_simplest_there_are() -> None:
 
 
 @given(st.integers(0, 9) | st.just(100), st.data())
-def test_a_batch_has_one_row_per_sample(rows: int, data: st.DataObject) -> None:
+def test_a_batch_has_one_row_per_sample(rows, data):
     batch = data.draw(batches(rows))
     assert {name: x.dtype for name, x in batch.items()} == {
         "x": torch.float32,
@@ -361,8 +351,8 @@ def test_a_batch_has_one_row_per_sample(rows: int, data: st.DataObject) -> None:
     assert ((batch["mask"] >= 0) & (batch["mask"] <= 3)).all()
 
 
-def test_a_mask_that_is_left_out_is_shown_by_one_row() -> None:
-    def wrong(batch: dict[str, Tensor]) -> bool:
+def test_a_mask_that_is_left_out_is_shown_by_one_row():
+    def wrong(batch):
         return bool((batch["x"].T @ batch["mask"].float() != batch["x"].sum(0)).any())
 
     shown = smallest(up_to(batches, 5), wrong)
@@ -370,7 +360,7 @@ def test_a_mask_that_is_left_out_is_shown_by_one_row() -> None:
 
 
 @given(st.integers(0, 9), st.data())
-def test_weights_are_whole_and_not_negative(n: int, data: st.DataObject) -> None:
+def test_weights_are_whole_and_not_negative(n, data):
     drawn = data.draw(weights(n, most=7))
     assert len(drawn) == n
     assert all(isinstance(weight, int) and 0 <= weight <= 7 for weight in drawn)
@@ -386,12 +376,12 @@ def test_weights_are_whole_and_not_negative(n: int, data: st.DataObject) -> None
         (lambda ws: not any(ws) and len(ws) == 8, [0] * 8),
     ],
 )
-def test_faults_in_weighing_are_shown(wrong: Callable[[list[int]], bool], shown: list[int]) -> None:
+def test_faults_in_weighing_are_shown(wrong, shown):
     assert smallest(up_to(weights, 8), wrong) == shown
 
 
-def test_a_count_beyond_float32_is_shown_by_the_first() -> None:
-    def wrong(ws: list[int]) -> bool:
+def test_a_count_beyond_float32_is_shown_by_the_first():
+    def wrong(ws):
         return torch.tensor(ws, dtype=torch.float32).sum().double() != sum(ws)
 
     assert smallest(weights(1, most=2**30), wrong) == [2**24 + 1]
@@ -401,7 +391,7 @@ def test_a_count_beyond_float32_is_shown_by_the_first() -> None:
 
 
 @given(st.data(), st.integers(1, 4))
-def test_a_fault_spoils_one_microbatch_and_changes_none(data: st.DataObject, parts: int) -> None:
+def test_a_fault_spoils_one_microbatch_and_changes_none(data, parts):
     fault = data.draw(faults(parts))
     clean = [
         {**data.draw(batches(2)), "z": torch.zeros(2, 1, dtype=torch.complex64), "k": None}
@@ -429,12 +419,12 @@ def test_a_fault_spoils_one_microbatch_and_changes_none(data: st.DataObject, par
         (lambda x: x.isfinite().all(), Fault(0, "overflow")),  # looks at the data, not at the loss
     ],
 )
-def test_faults_that_are_not_seen_are_shown(unseen: Callable[[Tensor], bool], shown: Fault) -> None:
+def test_faults_that_are_not_seen_are_shown(unseen, shown):
     parts = list(torch.ones(3, 2))
     assert smallest(faults(3), lambda fault: all(map(unseen, fault.spoil(parts)))) == shown
 
 
-def test_a_last_microbatch_that_nobody_looks_at_is_shown() -> None:
+def test_a_last_microbatch_that_nobody_looks_at_is_shown():
     parts = list(torch.ones(3, 2))
     shown = smallest(faults(3), lambda fault: torch.stack(fault.spoil(parts)[:-1]).isfinite().all())
     assert shown == Fault(2, "nan")
@@ -445,13 +435,13 @@ def test_a_last_microbatch_that_nobody_looks_at_is_shown() -> None:
 
 @examples(1 / 2)
 @given(few, st.data())
-def test_a_model_is_exact_and_has_what_it_promises(rows: int, data: st.DataObject) -> None:
+def test_a_model_is_exact_and_has_what_it_promises(rows, data):
     """In float32 and in float64: the same numbers. For bits see tests/core/test_splits.py."""
-    model: ExactModel = data.draw(losses(rows, sparse=True))
+    model = data.draw(losses(rows, sparse=True))
     assert {len(x) for x in model.batch.values()} == {model.rows} == {rows}
     assert model.batch["mask"].dtype == torch.int64
 
-    def wide(x: Tensor) -> Tensor:
+    def wide(x):
         return x.double() if x.is_floating_point() else x
 
     params, batch = optree.tree_map(wide, (model.params, model.batch))
@@ -470,10 +460,10 @@ def test_a_model_is_exact_and_has_what_it_promises(rows: int, data: st.DataObjec
     assert [reduction(kind) for kind in KINDS] == ["sum", "mean", "mean"]
 
 
-def test_the_simplest_loss_that_shows_a_mean_of_means() -> None:
+def test_the_simplest_loss_that_shows_a_mean_of_means():
     """A linear layer of one number, and numbers from -1 to 3."""
 
-    def wrong(model: ExactModel) -> bool:
+    def wrong(model):
         parts = pieces(model.batch, [1, 2])
         got = sum(model.loss("mean")(model.params, part) for part in parts) / 2
         return got * 3 != model.full_batch("sum")[1]
@@ -486,7 +476,7 @@ def test_the_simplest_loss_that_shows_a_mean_of_means() -> None:
 @pytest.mark.parametrize(
     "word", ["linear", "MLP with relu 1", "convnet", "embedding", "bag", "sparse"]
 )
-def test_every_kind_of_model_is_drawn(word: str) -> None:
+def test_every_kind_of_model_is_drawn(word):
     assert word in smallest(losses(1, sparse=True), lambda model: word in model.name).name
 
 
@@ -499,7 +489,7 @@ def test_every_kind_of_model_is_drawn(word: str) -> None:
         (lambda: faults(0), "parts is 0; expected at least one microbatch"),
     ],
 )
-def test_nothing_to_draw_from_is_refused(make: Callable[[], Any], says: str) -> None:
+def test_nothing_to_draw_from_is_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
 
@@ -507,13 +497,13 @@ def test_nothing_to_draw_from_is_refused(make: Callable[[], Any], says: str) -> 
 # Without hypothesis ----------------------------------------------------------------------
 
 
-def test_without_hypothesis_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hypothesis_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "pureaccum.testing.strategies")
     with pytest.raises(ImportError, match=r"pip install 'pureaccum\[testing\]'"):
         importlib.import_module("pureaccum.testing.strategies")
 
 
-def test_hypothesis_is_imported_for_strategies_alone() -> None:
+def test_hypothesis_is_imported_for_strategies_alone():
     code = "import sys, pureaccum, pureaccum.testing; sys.exit('hypothesis' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,7 +3,7 @@
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.purity
 Change = Callable[[nn.Module, Tensor], Any]
 
 
-def replace_parameters(module: nn.Module, _: Tensor) -> None:
+def replace_parameters(module, _):
     module.__dict__["_parameters"] = dict(module._parameters)
 
 
-CHANGES: dict[str, Change] = {
+CHANGES = {
     "an addition of zero": lambda m, x: x.add_(0),
     "a number": lambda m, x: x.fill_(2),
     "the sign of zero": lambda m, x: x.data.neg_(),
@@ -45,23 +45,23 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_is_noticed(change: Change) -> None:
+def test_a_change_is_noticed(change):
     module, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.zeros(2)
     with pytest.raises(AssertionError), unchanged(module, [x]):
         change(module, x)
 
 
 @pytest.mark.parametrize("name", ["pre_hook", "hook"])
-def test_hooks_of_all_modules_are_noticed(name: str) -> None:
+def test_hooks_of_all_modules_are_noticed(name):
     register = getattr(nn.modules.module, f"register_module_forward_{name}")
-    handles: list[Any] = []
+    handles = []
     with pytest.raises(AssertionError), unchanged():
         handles.append(register(lambda *_: None))
     handles[0].remove()
 
 
-def test_a_mode_is_noticed_also_when_an_error_comes() -> None:
-    def leave_a_mode() -> None:
+def test_a_mode_is_noticed_also_when_an_error_comes():
+    def leave_a_mode():
         torch.set_grad_enabled(False)
         raise RuntimeError
 
@@ -72,7 +72,7 @@ def test_a_mode_is_noticed_also_when_an_error_comes() -> None:
         torch.set_grad_enabled(True)
 
 
-def test_what_does_not_change_is_let_be() -> None:
+def test_what_does_not_change_is_let_be():
     module, x = nn.Linear(2, 2), torch.full((2,), torch.nan)
     with unchanged(module, {"x": x}):
         module(x)
@@ -89,35 +89,35 @@ WEIGHT = torch.ones(2)
 class Keeper:
     """Not a module, but it keeps tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kept = {"w": torch.ones(2)}
 
-    def method(self) -> None:
+    def method(self):
         self.kept["w"].add_(1)
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.kept["w"] = self.kept["w"] + 1
 
 
-def writes_to_a_global(x: Tensor) -> Tensor:
-    def inside() -> Tensor:
+def writes_to_a_global(x):
+    def inside():
         return WEIGHT.mul_(1)
 
     return x + inside()
 
 
-def writes_to_a_default(x: Tensor, total: Tensor = torch.zeros(2)) -> Tensor:  # noqa: B008
+def writes_to_a_default(x, total=torch.zeros(2)):  # noqa: B008
     return total.add_(x)
 
 
-def failing(error: Exception, x: Tensor | None = None) -> None:
+def failing(error, x=None):
     if x is not None:
         x.add_(1)
     raise error
 
 
 @contextmanager
-def modes_put_back() -> Iterator[None]:
+def modes_put_back():
     mode = torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_anomaly_enabled()
     try:
         yield
@@ -131,13 +131,13 @@ def modes_put_back() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def refused(fn, *args, **kwargs):
     with pytest.raises(AssertionError) as caught, modes_put_back():
         assert_pure(fn, *args, **kwargs)
     return str(caught.value)
 
 
-ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+ARGUMENTS = {
     "numbers": (lambda t: t["w"].add_(1), "args[0]['w']: bits, version (0 before, 1 after)."),
     "numbers, likely": (lambda t: t["w"].add_(1), "Likely cause: an operation in place, such as"),
     "past autograd": (lambda t: t["w"].data.add_(1), "args[0]['w']: bits."),
@@ -151,10 +151,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a hook": (lambda t: t["p"].register_hook(print), "args[0]['p']: hooks. Likely cause: a hook"),
     "a hook after": (lambda t: t["p"].register_post_accumulate_grad_hook(print), "['p']: hooks."),
     "memory": (lambda t: t["w"].set_(t["w"].clone()), "version (0 before, 1 after), memory."),
-    "shape": (
-        lambda t: t["w"].resize_(1),
-        "shape (torch.Size([2]) before, torch.Size([1]) after)",
-    ),
+    "shape": (lambda t: t["w"].resize_(1), "shape (torch.Size([2]) before, torch.Size([1]) after)"),
     "another tensor": (lambda t: t.update(w=t["w"].clone()), "args[0]['w']: identity. Likely"),
     "another number": (lambda t: t.update(n=2), "args[0]['n']: identity."),
     "a leaf more": (lambda t: t.update(x=2), "args[0]['x'], which is new."),
@@ -190,7 +187,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def world() -> dict[str, Any]:
+def world():
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     net.plain = torch.ones(2)
     with torch.inference_mode():
@@ -215,28 +212,28 @@ def world() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fn", "words"), ARGUMENTS.values(), ids=ARGUMENTS)
-def test_a_change_of_an_argument_is_named(fn: Callable[[Any], Any], words: str) -> None:
+def test_a_change_of_an_argument_is_named(fn, words):
     assert words in refused(fn, world())
 
 
-def test_an_argument_by_name_is_named() -> None:
+def test_an_argument_by_name_is_named():
     assert "kwargs['x'][0]: bits" in refused(lambda x: x[0].add_(1), x=[torch.ones(1)])
 
 
-def held() -> dict[str, tuple[Callable[[], Any], str]]:
+def held():
     """Functions that change what they hold."""
     net, w, keeper = nn.BatchNorm1d(2), torch.ones(2), Keeper()
     x, seen = torch.ones(2, 2), []
 
-    def rebinds() -> None:
+    def rebinds():
         nonlocal w
         w = w + 1
 
-    def writes(p: Tensor, x: Tensor) -> Tensor:
+    def writes(p, x):
         seen.append(w)
         return (p * x).sum()
 
-    def calls() -> None:
+    def calls():
         rebinds()
 
     return {
@@ -274,16 +271,16 @@ def held() -> dict[str, tuple[Callable[[], Any], str]]:
 
 
 @pytest.mark.parametrize("name", held())
-def test_a_change_of_what_a_function_holds_is_named(name: str) -> None:
+def test_a_change_of_what_a_function_holds_is_named(name):
     fn, words = held()[name]
     assert words in refused(fn)
 
 
-def test_a_change_of_a_module_that_is_called_is_named() -> None:
+def test_a_change_of_a_module_that_is_called_is_named():
     assert "fn.running_mean: bits" in refused(nn.BatchNorm1d(2), torch.ones(2, 2))
 
 
-WORLD: dict[str, tuple[Callable[[], Any], str]] = {
+WORLD = {
     "torch's generator": (lambda: torch.rand(1), "torch's generator: state. Likely cause: a draw"),
     "Python's generator": (random.random, "Python's generator: state."),
     "grad mode": (lambda: torch.set_grad_enabled(False), "torch: grad mode (True before, False af"),
@@ -303,16 +300,16 @@ WORLD: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(("fn", "words"), WORLD.values(), ids=WORLD)
-def test_a_change_of_the_world_is_named(fn: Callable[[], Any], words: str) -> None:
+def test_a_change_of_the_world_is_named(fn, words):
     assert words in refused(fn)
 
 
-def test_numpys_generator_is_watched_where_there_is_numpy() -> None:
+def test_numpys_generator_is_watched_where_there_is_numpy():
     numpy = pytest.importorskip("numpy")
     assert "NumPy's generator: state." in refused(lambda: numpy.random.rand())
 
 
-def test_numpy_is_not_imported_for_it() -> None:
+def test_numpy_is_not_imported_for_it():
     script = (
         "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore')\n"
         "import torch; from pureaccum.testing import assert_pure\n"
@@ -321,34 +318,34 @@ def test_numpy_is_not_imported_for_it() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_hooks_of_all_modules_are_named() -> None:
-    handles: list[Any] = []
+def test_hooks_of_all_modules_are_named():
+    handles = []
     register = nn.modules.module.register_module_forward_hook
     assert "hooks of all modules" in refused(lambda: handles.append(register(print)))
     handles[0].remove()
 
 
-def test_everything_that_changed_is_named() -> None:
+def test_everything_that_changed_is_named():
     x, y = torch.ones(2), torch.ones(2)
     said = refused(lambda x, y: (x.add_(1), y.add_(torch.rand(2))), x, y)
     assert all(words in said for words in ("args[0]: bits", "args[1]: bits", "torch's generator"))
 
 
-def test_an_error_comes_through() -> None:
+def test_an_error_comes_through():
     error = KeyError("boom")
     with pytest.raises(KeyError) as caught:
         assert_pure(failing, error)
     assert caught.value is error
 
 
-def test_an_error_after_a_change_is_its_cause() -> None:
+def test_an_error_after_a_change_is_its_cause():
     error = KeyError("boom")
     with pytest.raises(AssertionError, match="bits") as caught:
         assert_pure(failing, error, torch.ones(2))
     assert caught.value.__cause__ is error
 
 
-def test_the_result_of_a_pure_call_comes_back() -> None:
+def test_the_result_of_a_pure_call_comes_back():
     net, x, result = nn.Linear(2, 2), torch.ones(2, 2), object()
     assert assert_pure(lambda *_, **__: result, world(), net, x, 1, None, by="name") is result
     assert torch.equal(assert_pure(net, x), net(x))
@@ -359,14 +356,14 @@ def test_the_result_of_a_pure_call_comes_back() -> None:
     assert state.applied == 1
 
 
-def test_draws_in_a_generator_of_its_own_are_pure() -> None:
+def test_draws_in_a_generator_of_its_own_are_pure():
     assert_pure(lambda: torch.rand(2, generator=torch.Generator().manual_seed(0)))
     assert_pure(lambda: pa.uniform(pa.key(0), (2,)))
     assert_pure(lambda: random.Random(0).random())
 
 
 @pytest.mark.cuda
-def test_tensors_and_draws_on_cuda_are_watched() -> None:
+def test_tensors_and_draws_on_cuda_are_watched():
     x = torch.ones(2, device="cuda")
     assert "args[0]: bits, version" in refused(lambda x: x.add_(1), x)
     assert "CUDA's generators: state." in refused(lambda: torch.rand(2, device="cuda"))

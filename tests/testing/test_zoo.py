@@ -1,9 +1,7 @@
 """What a check says of a zoo of losses: no false alarm, no miss, and each cause is named."""
 
 import random
-from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import optree
@@ -13,16 +11,16 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum.curvature.passes import WrongProductError
-from pureaccum.testing import Report, check_accumulation
+from pureaccum.testing import check_accumulation
 from tests.zoo.residents import residents
-from tests.zoo.species import ROWS, ZOO, Species
+from tests.zoo.species import ROWS, ZOO
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("check")]
 
 
 @pytest.mark.parametrize(("species", "dtype"), residents(lambda it: not it.kind))
-def test_a_loss_that_fits_is_said_to_fit(species: Species, dtype: torch.dtype) -> None:
+def test_a_loss_that_fits_is_said_to_fit(species, dtype):
     report = examined(species, dtype)
     assert report.fits, report
     assert not report.diagnoses
@@ -31,7 +29,7 @@ def test_a_loss_that_fits_is_said_to_fit(species: Species, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(("species", "dtype"), residents(lambda it: bool(it.kind)))
-def test_of_a_loss_that_fails_the_cause_is_found(species: Species, dtype: torch.dtype) -> None:
+def test_of_a_loss_that_fails_the_cause_is_found(species, dtype):
     report = examined(species, dtype)
     assert not report.fits
     first, *_ = report.diagnoses
@@ -51,9 +49,7 @@ IN_TURN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), IN_TURN)
-def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(
-    species: Species, dtype: torch.dtype
-) -> None:
+def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(species, dtype):
     """By differences, but of weight_norm, whose second derivative is wrong in torch itself."""
     loss, params, batch, knobs = species.make(dtype, seed=0)
     report = check_accumulation(
@@ -68,12 +64,12 @@ def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(
     assert report.fits == (not is_wrong), report
     v = optree.tree_map(torch.ones_like, params)
 
-    def total(params: Any, batch: Any) -> Tensor:
+    def total(params, batch):
         out = loss(params, batch)
         out = out[0] if knobs.get("has_aux") else out
         return out.total if isinstance(out, pa.Weighted) else out
 
-    def row(params: Any, batch: Any) -> Tensor:
+    def row(params, batch):
         return total(params, batch).reshape(1)
 
     for make, *funcs in (
@@ -93,7 +89,7 @@ def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(
             make(*funcs)(params, batch, v)
 
 
-def examined(species: Species, dtype: torch.dtype) -> Report:
+def examined(species, dtype):
     """The report, once it is sure that to make it has changed nothing."""
     loss, params, batch, knobs = species.make(dtype, seed=0)
     held = list(reachable((loss, params, batch)))
@@ -112,7 +108,7 @@ def examined(species: Species, dtype: torch.dtype) -> Report:
     return report
 
 
-def reachable(x: Any) -> Iterator[Any]:
+def reachable(x):
     """What may change in a tree, and in what its functions hold."""
     for leaf in optree.tree_leaves(x):
         if isinstance(leaf, (Tensor, nn.Module, torch.Generator)):
@@ -123,14 +119,14 @@ def reachable(x: Any) -> Iterator[Any]:
             yield from reachable(getattr(leaf, "__self__", None))
 
 
-def bits(x: Any) -> list[Tensor]:
+def bits(x):
     if isinstance(x, torch.Generator):
         return [x.get_state()]
     tensors = [*x.parameters(), *x.buffers()] if isinstance(x, nn.Module) else [x]
     return [y.detach().clone() for x in tensors for y in (x, x.grad) if y is not None]
 
 
-def everybodys() -> list[Tensor]:
+def everybodys():
     """The states of the generators that all share."""
     _, python, _ = random.getstate()
     _, words, *_ = np.random.get_state()

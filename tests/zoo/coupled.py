@@ -1,7 +1,5 @@
 """Losses whose rows see each other: no way of cutting them is right."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +8,6 @@ from torch.func import functional_call
 from tests.zoo.fits_programs import Captured
 from tests.zoo.species import (
     DTYPES,
-    Case,
     affine,
     fails,
     linear,
@@ -25,7 +22,7 @@ from tests.zoo.species import (
 
 
 @fails("batch statistics", says="stem")
-def batch_norm(dtype: torch.dtype) -> Case:
+def batch_norm(dtype):
     net = nn.Sequential()
     for name, layer in {"in": nn.Linear(6, 8), "stem": nn.BatchNorm1d(8)}.items():
         net.add_module(name, layer)
@@ -33,8 +30,8 @@ def batch_norm(dtype: torch.dtype) -> Case:
 
 
 @fails("batch statistics", says="batch_norm")
-def batch_norm_as_a_function(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def batch_norm_as_a_function(dtype):
+    def loss(params, batch):
         h = F.batch_norm(affine(params, batch["x"]), None, None, training=True)
         return F.cross_entropy(h, batch["label"])
 
@@ -42,24 +39,24 @@ def batch_norm_as_a_function(dtype: torch.dtype) -> Case:
 
 
 @fails("batch statistics", says="BatchNorm1d")
-def batch_norm_without_running_statistics(dtype: torch.dtype) -> Case:
+def batch_norm_without_running_statistics(dtype):
     norm = nn.BatchNorm1d(8, track_running_stats=False)
     return squared(nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3)).eval(), dtype, 6)
 
 
 @fails("batch statistics", says="BatchNorm1d")
-def batch_norm_in_a_teacher(dtype: torch.dtype) -> Case:
+def batch_norm_in_a_teacher(dtype):
     """It was never switched to eval mode."""
     teacher = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).to(dtype).requires_grad_(False)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return F.mse_loss(affine(params, batch["x"]), teacher(batch["x"]))
 
     return loss, *linear(dtype)
 
 
 @fails("batch statistics", says="BatchNorm2d")
-def batch_norm_half_frozen(dtype: torch.dtype) -> Case:
+def batch_norm_half_frozen(dtype):
     """Its module is in eval mode, one layer was set back to training."""
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4)).eval()
     net = net.append(nn.Conv2d(4, 2, 2))
@@ -71,18 +68,18 @@ def batch_norm_half_frozen(dtype: torch.dtype) -> Case:
 
 
 @fails("data statistics", says="mean")
-def standardised_targets(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def standardised_targets(dtype):
+    def loss(params, batch):
         return F.mse_loss(affine(params, batch["x"]), batch["y"] - batch["y"].mean(0))
 
     return loss, *linear(dtype)
 
 
 @fails("data statistics", says="std")
-def standardised_advantages(dtype: torch.dtype) -> Case:
+def standardised_advantages(dtype):
     """As in PPO."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         chosen = torch.log_softmax(affine(params, batch["x"]), -1).gather(
             1, batch["label"][:, None]
         )
@@ -94,10 +91,10 @@ def standardised_advantages(dtype: torch.dtype) -> Case:
 
 
 @fails("data statistics", says="sum")
-def whitened_advantages(dtype: torch.dtype) -> Case:
+def whitened_advantages(dtype):
     """As TRL whitens them: over all tokens that are no padding, which the loss is a mean over."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         gain, mask = batch["y"], batch["mask"]
         apart = gain - (gain * mask).sum() / mask.sum()
         gain = apart * ((apart**2 * mask).sum() / mask.sum() + 1e-8).rsqrt()
@@ -110,11 +107,11 @@ def whitened_advantages(dtype: torch.dtype) -> Case:
 
 
 @fails("data statistics", says="max")
-def padding_counts(dtype: torch.dtype) -> Case:
+def padding_counts(dtype):
     """Rows are trimmed to the longest; the mean is over what is left, padding and all."""
     params, _ = linear(dtype, 5, 3)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         mask = batch["mask"][:, : int(batch["mask"].sum(1).max())]
         out = affine(params, batch["x"][:, : mask.shape[1]])
         return (out * mask[..., None]).square().mean()
@@ -125,8 +122,8 @@ def padding_counts(dtype: torch.dtype) -> Case:
 
 
 @fails("data statistics", says="mean")
-def in_the_value_alone(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def in_the_value_alone(dtype):
+    def loss(params, batch):
         return affine(params, batch["x"]).square().mean() + batch["x"].mean(0).square().sum()
 
     return loss, *linear(dtype)
@@ -135,13 +132,13 @@ def in_the_value_alone(dtype: torch.dtype) -> Case:
 # Rows that see each other ----------------------------------------------------------------
 
 
-def _unit(x: Tensor) -> Tensor:
+def _unit(x):
     return F.normalize(x, dim=-1)
 
 
 @fails("batch coupling")
-def in_batch_negatives(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def in_batch_negatives(dtype):
+    def loss(params, batch):
         scores = _unit(affine(params, batch["x"])) @ _unit(batch["y"]).T
         return F.cross_entropy(scores * 10, torch.arange(len(scores)))
 
@@ -149,23 +146,23 @@ def in_batch_negatives(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def rows_against_columns(dtype: torch.dtype) -> Case:
+def rows_against_columns(dtype):
     """(n, 1) minus (n,) is (n, n), and nobody complains."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return (affine(params, batch["x"])[:, :1] - batch["y"][:, 0]).square().mean()
 
     return loss, *linear(dtype)
 
 
 @fails("batch coupling")
-def maximum_of_the_batch(dtype: torch.dtype) -> Case:
+def maximum_of_the_batch(dtype):
     return lambda p, b: affine(p, b["x"]).square().mean(1).max(), *linear(dtype)
 
 
 @fails("batch coupling")
-def variance_of_the_batch(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def variance_of_the_batch(dtype):
+    def loss(params, batch):
         out = affine(params, batch["x"])
         return F.mse_loss(out, batch["y"]) + (1 - out.var(0, correction=0)).relu().sum()
 
@@ -173,8 +170,8 @@ def variance_of_the_batch(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def balance_of_experts(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def balance_of_experts(dtype):
+    def loss(params, batch):
         gate = torch.softmax(affine(params, batch["x"]), -1)
         share = F.one_hot(gate.argmax(-1), 3).to(gate.dtype).mean(0)
         return gate.amax(1).mean() + 3 * (gate.mean(0) * share).sum()
@@ -183,10 +180,10 @@ def balance_of_experts(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def no_more_than_three_a_head(dtype: torch.dtype) -> Case:
+def no_more_than_three_a_head(dtype):
     """An expert has a capacity, and the rows that come too late are dropped."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out = affine(params, batch["x"])
         chosen = F.one_hot(out.argmax(1), 3)
         kept = (chosen.cumsum(0) * chosen).sum(1) <= 3
@@ -196,8 +193,8 @@ def no_more_than_three_a_head(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def hardest_half(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def hardest_half(dtype):
+    def loss(params, batch):
         rows = (affine(params, batch["x"]) - batch["y"]).square().mean(1)
         return rows.topk(max(1, len(rows) // 2)).values.mean()
 
@@ -205,13 +202,13 @@ def hardest_half(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def root_of_a_mean(dtype: torch.dtype) -> Case:
+def root_of_a_mean(dtype):
     return lambda p, b: F.mse_loss(affine(p, b["x"]), b["y"]).sqrt(), *linear(dtype)
 
 
 @fails("batch coupling")
-def dice(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def dice(dtype):
+    def loss(params, batch):
         got, wanted = torch.sigmoid(affine(params, batch["x"])), (batch["y"] > 0).to(torch.float32)
         return 1 - (2 * (got * wanted).sum() + 1) / (got.sum() + wanted.sum() + 1)
 
@@ -219,8 +216,8 @@ def dice(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def mixed_with_the_next_row(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def mixed_with_the_next_row(dtype):
+    def loss(params, batch):
         x, y = (0.7 * batch[k] + 0.3 * batch[k].roll(1, 0) for k in "xy")
         return F.mse_loss(affine(params, x), y)
 
@@ -228,10 +225,10 @@ def mixed_with_the_next_row(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def pairs_of_rows(dtype: torch.dtype) -> Case:
+def pairs_of_rows(dtype):
     """The better and the worse answer stand side by side in the batch."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         score = affine(params, batch["x"]).sum(1)
         better, worse = score[: len(score) // 2 * 2].view(-1, 2).unbind(1)
         return F.softplus(worse - better).sum() / max(1, len(better))
@@ -240,8 +237,8 @@ def pairs_of_rows(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def position_in_the_batch(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def position_in_the_batch(dtype):
+    def loss(params, batch):
         rows = affine(params, batch["x"]).square().mean(1)
         return (rows * torch.arange(len(rows))).mean()
 
@@ -249,7 +246,7 @@ def position_in_the_batch(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def attention_over_the_batch(dtype: torch.dtype) -> Case:
+def attention_over_the_batch(dtype):
     """``batch_first`` was forgotten."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
     return squared(nn.Sequential(layer, nn.Linear(4, 3)), dtype, 5, 4)
@@ -259,8 +256,8 @@ def attention_over_the_batch(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling", dtypes=DTYPES)
-def by_a_millionth(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def by_a_millionth(dtype):
+    def loss(params, batch):
         out = affine(params, batch["x"])
         return out.square().mean() + 1e-6 * out.var(0, correction=0).sum()
 
@@ -268,8 +265,8 @@ def by_a_millionth(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def in_the_gradient_alone(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def in_the_gradient_alone(dtype):
+    def loss(params, batch):
         out = affine(params, batch["x"])
         return out.square().mean() + ((out - out.detach()) * out.detach().mean(0)).mean()
 
@@ -277,10 +274,10 @@ def in_the_gradient_alone(dtype: torch.dtype) -> Case:
 
 
 @fails("batch coupling")
-def in_the_backward_pass_alone(dtype: torch.dtype) -> Case:
+def in_the_backward_pass_alone(dtype):
     """A hook clips the gradient of the features, over the batch."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out = affine(params, batch["x"])
         if out.requires_grad:
             out.register_hook(lambda g: g / g.norm())
@@ -292,10 +289,10 @@ def in_the_backward_pass_alone(dtype: torch.dtype) -> Case:
 # Whatever else they keep -----------------------------------------------------------------
 
 
-def _against_the_others(net: nn.Module, dtype: torch.dtype, *shape: int) -> Case:
+def _against_the_others(net, dtype, *shape):
     net.to(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out = functional_call(net, params, (batch["x"],))
         out = out[0][:, -1] if isinstance(out, tuple) else out
         return (out @ out.T).logsumexp(1).mean()
@@ -304,7 +301,7 @@ def _against_the_others(net: nn.Module, dtype: torch.dtype, *shape: int) -> Case
 
 
 @fails("batch coupling")
-def in_batch_negatives_of_an_lstm(dtype: torch.dtype) -> Case:
+def in_batch_negatives_of_an_lstm(dtype):
     """It holds its weights twice, and another list of them after a functional call."""
     return _against_the_others(nn.LSTM(6, 4, batch_first=True), dtype, 3, 6)
 
@@ -312,18 +309,18 @@ def in_batch_negatives_of_an_lstm(dtype: torch.dtype) -> Case:
 class Positions(nn.Module):
     table: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.table is None:
             self.table = torch.arange(6.0).to(x.dtype)
         return x + self.table
 
 
 @fails("batch coupling")
-def in_batch_negatives_and_a_table(dtype: torch.dtype) -> Case:
+def in_batch_negatives_and_a_table(dtype):
     """The table is made in the first call, and of no row."""
     return _against_the_others(nn.Sequential(Positions(), nn.Linear(6, 4)), dtype, 6)
 
 
 @fails("batch coupling")
-def in_batch_negatives_and_a_hook(dtype: torch.dtype) -> Case:
+def in_batch_negatives_and_a_hook(dtype):
     return _against_the_others(Captured(), dtype, 6)

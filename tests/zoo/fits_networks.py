@@ -1,10 +1,8 @@
 """Networks whose rows do not see each other: all of them may be microbatched."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.utils import parametrizations, rnn
 
@@ -12,7 +10,6 @@ import pureaccum as pa
 from tests.zoo.species import (
     ROWS,
     WIDE,
-    Case,
     affine,
     cast,
     fits,
@@ -28,20 +25,20 @@ from tests.zoo.species import (
 
 
 @fits()
-def mlp(dtype: torch.dtype) -> Case:
+def mlp(dtype):
     return squared(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), dtype, 6)
 
 
 @fits()
-def parameters_that_require_grad(dtype: torch.dtype) -> Case:
+def parameters_that_require_grad(dtype):
     net = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 3))
     loss, _, batch = squared(net, dtype, 6)
     return loss, dict(net.named_parameters()), batch
 
 
 @fits()
-def nested_tuples(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def nested_tuples(dtype):
+    def loss(params, batch):
         (w, b), (v, (scale,)) = params
         return ((torch.tanh(batch @ w + b) @ v * scale) ** 2).mean()
 
@@ -50,17 +47,17 @@ def nested_tuples(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def an_unused_parameter(dtype: torch.dtype) -> Case:
+def an_unused_parameter(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return F.cross_entropy(batch["x"] @ params["w"], batch["label"])
 
     return loss, params | {"empty": torch.zeros(0, 3, dtype=dtype)}, batch
 
 
 @fits()
-def tied_weights(dtype: torch.dtype) -> Case:
+def tied_weights(dtype):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     net[2].weight = net[0].weight
     return squared(net, dtype, 6)
@@ -70,62 +67,62 @@ def tied_weights(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def convnet(dtype: torch.dtype) -> Case:
+def convnet(dtype):
     head = nn.Flatten(), nn.Linear(36, 3)
     return squared(nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), *head), dtype, 2, 5, 5)
 
 
 @fits()
-def channels_last(dtype: torch.dtype) -> Case:
+def channels_last(dtype):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2))
     loss, params, batch = squared(net.to(memory_format=torch.channels_last), dtype, 2, 5, 5)
     return loss, params, {"x": batch["x"].to(memory_format=torch.channels_last)}
 
 
 @fits()
-def layer_norm(dtype: torch.dtype) -> Case:
+def layer_norm(dtype):
     return squared(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), dtype, 6)
 
 
 @fits()
-def group_norm(dtype: torch.dtype) -> Case:
+def group_norm(dtype):
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 2))
     return squared(net, dtype, 2, 5, 5)
 
 
 @fits()
-def instance_norm(dtype: torch.dtype) -> Case:
+def instance_norm(dtype):
     """What the first bias adds is taken away again: its gradient is nothing but rounding."""
     net = nn.Sequential(nn.Conv2d(2, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 2, 2))
     return squared(net, dtype, 2, 4, 4)
 
 
 @fits()
-def batch_norm_in_eval_mode(dtype: torch.dtype) -> Case:
+def batch_norm_in_eval_mode(dtype):
     norm = nn.BatchNorm1d(8)
     norm(torch.randn(32, 8) * 3 + 1)  # running statistics of something
     return squared(nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3)).eval(), dtype, 6)
 
 
 @fits()
-def dropout_in_eval_mode(dtype: torch.dtype) -> Case:
+def dropout_in_eval_mode(dtype):
     net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.RReLU(), nn.Linear(8, 3))
     return squared(net.eval(), dtype, 6)
 
 
 @fits()
-def dropout_of_nothing(dtype: torch.dtype) -> Case:
+def dropout_of_nothing(dtype):
     return squared(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 3)), dtype, 6)
 
 
 @fits()
-def weight_norm(dtype: torch.dtype) -> Case:
+def weight_norm(dtype):
     net = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 3))
     return squared(net, dtype, 6)
 
 
 @fits()
-def spectral_norm_in_eval_mode(dtype: torch.dtype) -> Case:
+def spectral_norm_in_eval_mode(dtype):
     return squared(nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 3))).eval(), dtype, 6)
 
 
@@ -133,27 +130,27 @@ def spectral_norm_in_eval_mode(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def encoder_layer(dtype: torch.dtype) -> Case:
+def encoder_layer(dtype):
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return squared(nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3)), dtype, 3, 8)
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(self, x, padding=None):
         return self.head(self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0])
 
 
 @fits()
-def padded_attention(dtype: torch.dtype) -> Case:
+def padded_attention(dtype):
     net, mask = Attention().to(dtype), ragged_mask(4)
     mask[:, 0] = True  # a row of padding alone has no attention
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         out = functional_call(net, params, (batch["x"], ~batch["mask"]))
         return pa.Weighted(((out - 1) ** 2)[batch["mask"]].mean(-1).sum(), batch["mask"].sum())
 
@@ -161,16 +158,16 @@ def padded_attention(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def causal_attention(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def causal_attention(dtype):
+    def loss(params, batch):
         q, k, v = (batch @ params).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
 
     return loss, torch.randn(6, 24).to(dtype), normal(dtype, 5, 6)
 
 
-def _embedded(dtype: torch.dtype, sparse: bool) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def _embedded(dtype, sparse):
+    def loss(params, batch):
         h = F.embedding(batch["tokens"], params["table"], padding_idx=0, sparse=sparse)
         return F.cross_entropy(h.sum(1), batch["label"])
 
@@ -179,36 +176,36 @@ def _embedded(dtype: torch.dtype, sparse: bool) -> Case:
 
 
 @fits()
-def embedding(dtype: torch.dtype) -> Case:
+def embedding(dtype):
     return _embedded(dtype, sparse=False)
 
 
 @fits()
-def sparse_embedding(dtype: torch.dtype) -> Case:
+def sparse_embedding(dtype):
     return _embedded(dtype, sparse=True)
 
 
 class Last(nn.Module):
     """Of a recurrent network, the last output."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net):
         super().__init__()
         self.net = net
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)[0][:, -1]
 
 
 @fits()
-def lstm(dtype: torch.dtype) -> Case:
+def lstm(dtype):
     return squared(Last(nn.LSTM(3, 4, batch_first=True)), dtype, 5, 3)
 
 
 @fits(WIDE)
-def packed_sequences(dtype: torch.dtype) -> Case:
+def packed_sequences(dtype):
     net = nn.LSTM(3, 4, batch_first=True).to(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         lengths = batch["length"]
         packed = rnn.pack_padded_sequence(batch["x"], lengths, True, enforce_sorted=False)
         return (functional_call(net, params, (packed,))[1][0] ** 2).mean()
@@ -217,10 +214,10 @@ def packed_sequences(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def experts_without_a_capacity(dtype: torch.dtype) -> Case:
+def experts_without_a_capacity(dtype):
     """Every row goes to the expert that its router likes best, wherever in the batch it stands."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         gate, best = torch.softmax(batch @ params["router"], -1).max(-1)
         out = torch.zeros_like(batch)
         for i, expert in enumerate(params["experts"]):
@@ -236,10 +233,10 @@ def experts_without_a_capacity(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def frozen_teacher(dtype: torch.dtype) -> Case:
+def frozen_teacher(dtype):
     teacher = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         with torch.no_grad():
             wanted = torch.softmax(teacher(batch["x"]), -1)
         got = torch.log_softmax(affine(params, batch["x"]), -1)
@@ -249,19 +246,19 @@ def frozen_teacher(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def judged_by_a_network_that_trains(dtype: torch.dtype) -> Case:
+def judged_by_a_network_that_trains(dtype):
     """A discriminator whose own parameters still require grad."""
     judge = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
     return lambda p, b: F.softplus(-judge(affine(p, b["x"]))).mean(), *linear(dtype)
 
 
 @fits()
-def zeroes_the_gradients_of_a_critic(dtype: torch.dtype) -> Case:
+def zeroes_the_gradients_of_a_critic(dtype):
     critic = nn.Linear(3, 1).to(dtype)
     for p in critic.parameters():
         p.grad = torch.ones_like(p)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         critic.zero_grad()
         return critic(affine(params, batch["x"])).mean()
 
@@ -269,16 +266,16 @@ def zeroes_the_gradients_of_a_critic(dtype: torch.dtype) -> Case:
 
 
 @fits(has_aux=True)
-def preferences(dtype: torch.dtype) -> Case:
+def preferences(dtype):
     """Two answers each, and a frozen reference."""
     policy = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)).to(dtype)
     reference = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9)).to(dtype).requires_grad_(False)
 
-    def likelihood(scores: Tensor, words: Tensor, mask: Tensor) -> Tensor:
+    def likelihood(scores, words, mask):
         each = scores[:, :-1].log_softmax(-1).gather(-1, words[:, 1:, None])[..., 0]
         return (each * mask[:, 1:]).sum(-1)
 
-    def loss(params: Any, batch: Any) -> tuple[Tensor, Any]:
+    def loss(params, batch):
         gains = []
         for words in (batch["chosen"], batch["rejected"]):
             ours = likelihood(functional_call(policy, params, (words,)), words, batch["mask"])
@@ -291,11 +288,11 @@ def preferences(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def an_ensemble(dtype: torch.dtype) -> Case:
+def an_ensemble(dtype):
     nets = [nn.Linear(6, 1).to(dtype) for _ in range(3)]
 
-    def loss(params: Any, batch: Any) -> Tensor:
-        def one(own: Any) -> Tensor:
+    def loss(params, batch):
+        def one(own):
             return (functional_call(nets[0], own, (batch["x"],)) - batch["y"]).square().mean()
 
         return vmap(one)(params).mean()

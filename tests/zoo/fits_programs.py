@@ -2,38 +2,27 @@
 
 import functools
 import random
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
-from tests.zoo.species import (
-    ROWS,
-    WIDE,
-    Case,
-    affine,
-    fits,
-    linear,
-    normal,
-    parameters,
-    squared,
-)
+from tests.zoo.species import ROWS, WIDE, affine, fits, linear, normal, parameters, squared
 
 
 # Ways to compute -------------------------------------------------------------------------
 
 
 @fits()
-def checkpointed(dtype: torch.dtype) -> Case:
+def checkpointed(dtype):
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
-        def forward(x: Tensor) -> Tensor:
+    def loss(params, batch):
+        def forward(x):
             return functional_call(net, params, (x,))
 
         return checkpoint(forward, batch["x"], use_reentrant=False).square().mean()
@@ -45,24 +34,24 @@ class Cube(torch.autograd.Function):
     """Of the old kind, without ``setup_context``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x**3
 
     @staticmethod
-    def backward(ctx: Any, *gs: Tensor) -> Tensor:
+    def backward(ctx, *gs):
         (x,) = ctx.saved_tensors
         return gs[0] * 3 * x**2
 
 
 @fits()
-def custom_function(dtype: torch.dtype) -> Case:
+def custom_function(dtype):
     return lambda p, b: Cube.apply(affine(p, b["x"])).mean(), *linear(dtype)
 
 
 @fits()
-def vmap_inside(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def vmap_inside(dtype):
+    def loss(params, batch):
         return vmap(lambda x, y: ((affine(params, x) - y) ** 2).mean())(
             batch["x"], batch["y"]
         ).mean()
@@ -71,8 +60,8 @@ def vmap_inside(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def jvp_inside(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def jvp_inside(dtype):
+    def loss(params, batch):
         x = batch["x"]
         return jvp(lambda x: affine(params, x).tanh(), (x,), (torch.ones_like(x),))[1].abs().mean()
 
@@ -80,11 +69,11 @@ def jvp_inside(dtype: torch.dtype) -> Case:
 
 
 @fits(WIDE)
-def residuals_of_an_equation(dtype: torch.dtype) -> Case:
+def residuals_of_an_equation(dtype):
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
-        def u(x: Tensor) -> Tensor:
+    def loss(params, batch):
+        def u(x):
             return functional_call(net, params, (x,))[0]
 
         first, second = vmap(jacrev(u))(batch["x"]), vmap(hessian(u))(batch["x"])
@@ -95,8 +84,8 @@ def residuals_of_an_equation(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def differential_equation(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def differential_equation(dtype):
+    def loss(params, batch):
         x = batch["x"].clone().requires_grad_()
         u = affine(params, x).tanh().sum(1)
         (slope,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
@@ -107,14 +96,14 @@ def differential_equation(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def learns_from_each_row_first(dtype: torch.dtype) -> Case:
+def learns_from_each_row_first(dtype):
     """As in MAML."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
-        def error(params: Any, x: Tensor, y: Tensor) -> Tensor:
+    def loss(params, batch):
+        def error(params, x, y):
             return ((affine(params, x) - y) ** 2).mean()
 
-        def after_a_step(x: Tensor, y: Tensor) -> Tensor:
+        def after_a_step(x, y):
             slope = grad(error)(params, x, y)
             return error({k: params[k] - 0.1 * slope[k] for k in params}, x + 1, y)
 
@@ -124,8 +113,8 @@ def learns_from_each_row_first(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def keyed_dropout(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def keyed_dropout(dtype):
+    def loss(params, batch):
         return affine(params, pa.dropout(batch["x"], 0.5, batch["keys"])).square().mean()
 
     params, batch = linear(dtype)
@@ -133,10 +122,10 @@ def keyed_dropout(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def draws_and_forgets(dtype: torch.dtype) -> Case:
+def draws_and_forgets(dtype):
     """A module is initialised for its structure alone."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         layer = nn.Linear(6, 3)
         w = dict(zip(dict(layer.named_parameters()), (params["w"].T, params["b"]), strict=True))
         random.random()
@@ -146,10 +135,10 @@ def draws_and_forgets(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def every_token_once(dtype: torch.dtype) -> Case:
+def every_token_once(dtype):
     """How many there are depends on the batch, nothing else does."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         found, place = batch.unique(return_inverse=True)
         return (params[found] @ params.T)[place].square().mean()
 
@@ -157,8 +146,8 @@ def every_token_once(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def matched_by_numpy(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def matched_by_numpy(dtype):
+    def loss(params, batch):
         out = affine(params, batch["x"])
         best = torch.from_numpy(out.detach().float().numpy().argmin(1))
         return out.gather(1, best[:, None]).square().mean()
@@ -167,8 +156,8 @@ def matched_by_numpy(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def writes_to_what_it_made(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def writes_to_what_it_made(dtype):
+    def loss(params, batch):
         out = torch.zeros_like(batch["y"])
         out[:, :2] = affine(params, batch["x"])[:, :2]
         columns = torch.from_numpy(np.ones(3, dtype=np.float32))
@@ -182,8 +171,8 @@ def writes_to_what_it_made(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def a_nested_batch(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def a_nested_batch(dtype):
+    def loss(params, batch):
         (x, more), y = batch["in"]["x"], batch["out"]
         assert more is None
         out = affine(params, x) * batch["scale"] if batch["train"] else affine(params, x)
@@ -195,15 +184,15 @@ def a_nested_batch(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def a_batch_that_requires_grad(dtype: torch.dtype) -> Case:
+def a_batch_that_requires_grad(dtype):
     params, batch = linear(dtype)
     batch["x"].requires_grad_()
     return lambda p, b: affine(p, b["x"]).square().mean(), params, batch
 
 
 @fits(has_aux=True)
-def with_aux(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> tuple[Tensor, Any]:
+def with_aux(dtype):
+    def loss(params, batch):
         out = affine(params, batch["x"])
         return ((out - batch["y"]) ** 2).mean(), {"out": out.detach(), "rows": len(out)}
 
@@ -211,7 +200,7 @@ def with_aux(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def only_some_columns_of_a_view(dtype: torch.dtype) -> Case:
+def only_some_columns_of_a_view(dtype):
     """Parameters and batch are views, expanded and transposed."""
     params = {"w": torch.randn(3, 6).to(dtype).T, "b": torch.randn(1).to(dtype).expand(3)}
     batch = {"x": torch.randn(6, ROWS).to(dtype).T, "y": torch.ones(1, 3).to(dtype)}
@@ -220,24 +209,24 @@ def only_some_columns_of_a_view(dtype: torch.dtype) -> Case:
 
 
 class Criterion(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("columns", torch.rand(3))
 
-    def forward(self, params: Any, batch: Any) -> Tensor:
+    def forward(self, params, batch):
         return ((affine(params, batch["x"]) - batch["y"]) ** 2 * self.columns).mean()
 
-    def twice(self, params: Any, batch: Any) -> Tensor:
+    def twice(self, params, batch):
         return 2 * self(params, batch)
 
 
 @fits()
-def a_module_for_a_loss(dtype: torch.dtype) -> Case:
+def a_module_for_a_loss(dtype):
     return Criterion().to(dtype), *linear(dtype)
 
 
 @fits()
-def a_method_for_a_loss(dtype: torch.dtype) -> Case:
+def a_method_for_a_loss(dtype):
     return Criterion().to(dtype).twice, *linear(dtype)
 
 
@@ -245,11 +234,11 @@ def a_method_for_a_loss(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def a_log_of_its_own(dtype: torch.dtype) -> Case:
+def a_log_of_its_own(dtype):
     """It remembers its values, and uses them nowhere."""
-    history: list[float] = []
+    history = []
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         value = (affine(params, batch["x"]) ** 2).mean()
         history.append(value.detach().item())
         return value
@@ -258,11 +247,11 @@ def a_log_of_its_own(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def a_table_made_once(dtype: torch.dtype) -> Case:
+def a_table_made_once(dtype):
     """Rotary angles are made at the first call, in the dtype of the first call."""
-    tables: dict[int, Tensor] = {}
+    tables = {}
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out = affine(params, batch["x"])
         if out.shape[1] not in tables:
             tables[out.shape[1]] = torch.cos(torch.arange(out.shape[1], dtype=out.dtype))
@@ -272,14 +261,14 @@ def a_table_made_once(dtype: torch.dtype) -> Case:
 
 
 @fits(WIDE)
-def a_table_for_every_number_of_rows(dtype: torch.dtype) -> Case:
+def a_table_for_every_number_of_rows(dtype):
     """What is cached while it computes in another dtype is not of its own."""
 
     @functools.lru_cache
-    def table(rows: int) -> Tensor:
+    def table(rows):
         return torch.eye(rows, dtype=dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out = affine(params, batch["x"])
         return (table(len(out)) @ out).square().mean()
 
@@ -289,30 +278,30 @@ def a_table_for_every_number_of_rows(dtype: torch.dtype) -> Case:
 class FirstState(nn.Module):
     """Keeps zeros for as many rows as it saw last."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(6, 3)
-        self.first: Tensor | None = None
+        self.first = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.first is None or len(self.first) != len(x):
             self.first = torch.zeros(len(x), 6, dtype=x.dtype)
         return self.layer(x + self.first)
 
 
 @fits()
-def zeros_kept_for_as_many_rows(dtype: torch.dtype) -> Case:
+def zeros_kept_for_as_many_rows(dtype):
     return squared(FirstState(), dtype, 6)
 
 
 class Captured(nn.Module):
     """Hooks that it installs in its first call, as output-capturing libraries do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.ready = nn.Linear(6, 4), False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not self.ready:
             self.inner.register_forward_hook(lambda module, args, out: None)
             self.ready = True
@@ -321,5 +310,5 @@ class Captured(nn.Module):
 
 
 @fits(WIDE)
-def a_hook_installed_once(dtype: torch.dtype) -> Case:
+def a_hook_installed_once(dtype):
     return squared(Captured(), dtype, 6)

@@ -1,40 +1,28 @@
 """Losses that are sums over rows, whatever they are divided by and however they are rounded."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
-from tests.zoo.species import (
-    ROWS,
-    WIDE,
-    Case,
-    affine,
-    fits,
-    linear,
-    normal,
-    ragged_mask,
-    squared,
-)
+from tests.zoo.species import ROWS, WIDE, affine, fits, linear, normal, ragged_mask, squared
 
 
 # Sums and weights ------------------------------------------------------------------------
 
 
 @fits(reduction="sum")
-def a_sum(dtype: torch.dtype) -> Case:
+def a_sum(dtype):
     return lambda p, b: F.mse_loss(affine(p, b["x"]), b["y"], reduction="sum"), *linear(dtype)
 
 
 @fits(reduction="sum")
-def a_sum_over_items_counted_before(dtype: torch.dtype) -> Case:
+def a_sum_over_items_counted_before(dtype):
     """The number of tokens of the whole batch comes with it."""
     params, batch = linear(dtype)
     batch |= {"mask": ragged_mask(3), "items": int(ragged_mask(3).sum())}
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         error = (affine(params, batch["x"]) - batch["y"]) ** 2
         return (error * batch["mask"]).sum() / batch["items"]
 
@@ -42,10 +30,10 @@ def a_sum_over_items_counted_before(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def masked_tokens(dtype: torch.dtype) -> Case:
+def masked_tokens(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
         return pa.Weighted((error * mask).sum(), mask.sum())
 
@@ -53,10 +41,10 @@ def masked_tokens(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def weighted_by_a_number(dtype: torch.dtype) -> Case:
+def weighted_by_a_number(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         kept = batch["mask"].any(1)
         total = F.cross_entropy(affine(params, batch["x"])[kept], batch["label"][kept])
         return pa.Weighted(total * kept.sum() if kept.any() else total * 0, kept.sum().item())
@@ -65,11 +53,11 @@ def weighted_by_a_number(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def no_weight_and_nan(dtype: torch.dtype) -> Case:
+def no_weight_and_nan(dtype):
     """A row without tokens has a mean of its own that is NaN."""
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         weight = batch["weight"].sum()
         rows = ((affine(params, batch["x"]) - batch["y"]) ** 2).mean(1)
         return pa.Weighted((rows * batch["weight"]).sum() / weight * weight, weight)
@@ -78,11 +66,11 @@ def no_weight_and_nan(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def class_weights(dtype: torch.dtype) -> Case:
+def class_weights(dtype):
     params, batch = linear(dtype)
     weights = torch.tensor([0.5, 1.0, 3.0]).to(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         out, label = affine(params, batch["x"]), batch["label"]
         total = F.cross_entropy(out, label, weights.to(out.dtype), reduction="sum")
         return pa.Weighted(total, weights[label].sum())
@@ -91,23 +79,23 @@ def class_weights(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def ignored_tokens_in_every_row_alike(dtype: torch.dtype) -> Case:
+def ignored_tokens_in_every_row_alike(dtype):
     """A mean over tokens, but all rows have the same number of them."""
     labels = torch.randint(0, 3, (ROWS, 4)).scatter(1, torch.randint(0, 4, (ROWS, 1)), -100)
     params, _ = linear(dtype, 5, 3)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return F.cross_entropy(affine(params, batch["x"]).flatten(0, 1), batch["label"].flatten())
 
     return loss, params, {"x": normal(dtype, 4, 5), "label": labels}
 
 
 @fits()
-def trimmed_to_the_longest(dtype: torch.dtype) -> Case:
+def trimmed_to_the_longest(dtype):
     """Columns that are padding in all rows at hand are cut away; nothing depends on it."""
     params, _ = linear(dtype, 5, 3)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         mask = batch["mask"][:, : int(batch["mask"].sum(1).max())]
         rows = affine(params, batch["x"][:, : mask.shape[1]]).square().mean(-1)
         return pa.Weighted((rows * mask).sum(), mask.sum())
@@ -115,7 +103,7 @@ def trimmed_to_the_longest(dtype: torch.dtype) -> Case:
     return loss, params, {"x": normal(dtype, 4, 5), "mask": ragged_mask(4)}
 
 
-def focal(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
+def focal(params, batch):
     """All rows add, and the positive ones are counted."""
     out, y = affine(params, batch["x"])[:, 0], batch["y"]
     each = F.binary_cross_entropy_with_logits(out, y, reduction="none")
@@ -123,7 +111,7 @@ def focal(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 @fits()
-def totals_without_a_weight(dtype: torch.dtype) -> Case:
+def totals_without_a_weight(dtype):
     """Rows that are not positive weigh nothing, and their totals are added all the same."""
     params, batch = linear(dtype)
     batch |= {"y": (torch.arange(ROWS) % 3 == 0).to(dtype)}
@@ -131,10 +119,10 @@ def totals_without_a_weight(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def penalty_for_every_token(dtype: torch.dtype) -> Case:
+def penalty_for_every_token(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         error, tokens = affine(params, batch["x"]) ** 2, batch["mask"].sum()
         penalty = params["w"].square().sum()
         return pa.Weighted((error * batch["mask"]).sum() + tokens * penalty, tokens)
@@ -143,19 +131,19 @@ def penalty_for_every_token(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def weight_decay_in_a_mean(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def weight_decay_in_a_mean(dtype):
+    def loss(params, batch):
         return affine(params, batch["x"]).abs().mean() + 0.1 * params["w"].square().sum()
 
     return loss, *linear(dtype)
 
 
 @fits(WIDE)
-def ctc(dtype: torch.dtype) -> Case:
+def ctc(dtype):
     """Its mean divides each row by its own length first, so that it is a mean over rows."""
     params, _ = linear(dtype, 6, 5)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         scores = affine(params, batch["x"]).log_softmax(-1).transpose(0, 1)
         return F.ctc_loss(scores, batch["y"], batch["frames"], batch["letters"])
 
@@ -168,7 +156,7 @@ def ctc(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def at_the_optimum(dtype: torch.dtype) -> Case:
+def at_the_optimum(dtype):
     """The gradient is nothing but rounding, those of the rows are not."""
     x = normal(torch.float64, 3)
     x = torch.cat([x[:6], -x[:6]]).to(dtype)
@@ -176,17 +164,17 @@ def at_the_optimum(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def a_huge_range(dtype: torch.dtype) -> Case:
+def a_huge_range(dtype):
     params, batch = linear(dtype)
     batch["scale"] = torch.logspace(-6, 6, ROWS).to(dtype)
     return lambda p, b: (affine(p, b["x"]).square().mean(1) * b["scale"]).mean(), params, batch
 
 
 @fits()
-def kinks_and_ties(dtype: torch.dtype) -> Case:
+def kinks_and_ties(dtype):
     whole = {"w": torch.randint(-2, 3, (4, 3)), "b": torch.zeros(3)}
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return (affine(params, batch["x"]).relu().max(-1).values - batch["y"]).abs().mean()
 
     batch = {"x": torch.randint(-2, 3, (ROWS, 4)), "y": torch.zeros(ROWS)}
@@ -194,31 +182,31 @@ def kinks_and_ties(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def hardest_token_of_each_row(dtype: torch.dtype) -> Case:
+def hardest_token_of_each_row(dtype):
     return lambda p, b: affine(p, b["x"]).topk(2, 1).values.square().mean(), *linear(dtype)
 
 
 @fits()
-def zero_times(dtype: torch.dtype) -> Case:
+def zero_times(dtype):
     return lambda p, b: affine(p, b["x"]).square().mean() * 0, *linear(dtype)
 
 
 @fits()
-def next_to_nothing(dtype: torch.dtype) -> Case:
+def next_to_nothing(dtype):
     return lambda p, b: affine(p, b["x"]).square().mean() * 1e-30, *linear(dtype)
 
 
 @fits(WIDE)
-def cancelling(dtype: torch.dtype) -> Case:
+def cancelling(dtype):
     """Most digits are lost on the way."""
     return lambda p, b: ((1e6 + affine(p, b["x"])) - 1e6).square().mean(), *linear(dtype)
 
 
 @fits(WIDE)
-def chaos(dtype: torch.dtype) -> Case:
+def chaos(dtype):
     """Each step doubles what rounding did before."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         x = torch.sigmoid(affine(params, batch["x"]))
         for _ in range(30):
             x = 3.99 * x * (1 - x)
@@ -228,10 +216,10 @@ def chaos(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def lowest_number_as_a_mask(dtype: torch.dtype) -> Case:
+def lowest_number_as_a_mask(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out = affine(params, batch["x"])
         out = out.masked_fill(batch["mask"], torch.finfo(out.dtype).min)
         return torch.softmax(out, -1).square().mean()
@@ -240,8 +228,8 @@ def lowest_number_as_a_mask(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def scores_of_minus_infinity(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def scores_of_minus_infinity(dtype):
+    def loss(params, batch):
         out = affine(params, batch["x"]).masked_fill(batch["mask"], -torch.inf)
         return torch.softmax(out, -1).square().mean()
 
@@ -250,10 +238,10 @@ def scores_of_minus_infinity(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def straight_through(dtype: torch.dtype) -> Case:
+def straight_through(dtype):
     """The nearest entry of a codebook, with the gradient of the identity."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         h, book = affine(params, batch["x"]), params["book"]
         nearest = book[torch.cdist(h.float(), book.float()).argmin(1)]
         commitment = F.mse_loss(h, nearest.detach()) + F.mse_loss(nearest, h.detach())
@@ -264,10 +252,10 @@ def straight_through(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def rounded_weights(dtype: torch.dtype) -> Case:
+def rounded_weights(dtype):
     """Fake quantisation, with a scale that comes from the weights."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         w = params["w"]
         scale = w.detach().abs().max() / 127
         w = w + (torch.round(w / scale) * scale - w).detach()
@@ -280,10 +268,10 @@ def rounded_weights(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def autocast_inside(dtype: torch.dtype) -> Case:
+def autocast_inside(dtype):
     loss, params, batch = squared(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), dtype, 6)
 
-    def low(params: Any, batch: Any) -> Tensor:
+    def low(params, batch):
         with torch.autocast("cpu", torch.bfloat16):
             return loss(params, batch)
 
@@ -291,8 +279,8 @@ def autocast_inside(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def casts_inside(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def casts_inside(dtype):
+    def loss(params, batch):
         logits = affine(params, batch["x"]).float()
         probability = torch.softmax(logits, -1, dtype=torch.float32).type_as(batch["x"])
         error = probability.to(torch.float32) - batch["y"].to(torch.float32)
@@ -302,10 +290,10 @@ def casts_inside(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def half_inside(dtype: torch.dtype) -> Case:
+def half_inside(dtype):
     """Activations are kept in bfloat16."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         h = torch.tanh(batch["x"].bfloat16() @ params["w"].to(torch.bfloat16))
         return (h.type(torch.FloatTensor) + params["b"].to(batch["x"])).float().square().mean()
 
@@ -313,10 +301,10 @@ def half_inside(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def a_captured_constant(dtype: torch.dtype) -> Case:
+def a_captured_constant(dtype):
     mean, scale = torch.randn(6), torch.rand(6) + 0.5
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         x = (batch["x"] - mean) / scale
         return affine(params, x.to(params["w"].dtype)).square().mean()
 
@@ -324,8 +312,8 @@ def a_captured_constant(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def made_in_the_default_dtype(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def made_in_the_default_dtype(dtype):
+    def loss(params, batch):
         columns = torch.arange(1.0, 4.0) / 3 + torch.ones(3) + torch.tensor([0.1, 0.2, 0.3])
         ones = torch.ones(len(batch["x"]), 1, dtype=torch.float32)
         return ((affine(params, batch["x"]) * columns + ones).square()).mean()
@@ -334,8 +322,8 @@ def made_in_the_default_dtype(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def branches_on_the_dtype(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def branches_on_the_dtype(dtype):
+    def loss(params, batch):
         out = affine(params, batch["x"])
         if out.dtype in (torch.float16, torch.bfloat16):
             out = out.float()
@@ -345,27 +333,27 @@ def branches_on_the_dtype(dtype: torch.dtype) -> Case:
 
 
 @fits()
-def bytes_of_an_image(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def bytes_of_an_image(dtype):
+    def loss(params, batch):
         return ((batch.float() / 255).to(params.dtype) @ params).square().mean()
 
     return loss, torch.randn(6, 2).to(dtype), torch.randint(0, 256, (ROWS, 6), dtype=torch.uint8)
 
 
 @fits(WIDE)
-def spectrum(dtype: torch.dtype) -> Case:
+def spectrum(dtype):
     """Complex numbers on the way, and a window of complex64."""
     turn = torch.exp(torch.linspace(0, 1, 4) * 1j).to(torch.complex64)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return (torch.fft.rfft(batch["x"] * params) * turn).abs().mean()
 
     return loss, torch.randn(6).to(dtype), {"x": normal(dtype, 6)}
 
 
 @fits(WIDE)
-def complex_parameters(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def complex_parameters(dtype):
+    def loss(params, batch):
         return (batch["x"] * params["w"] + params["b"]).abs().square().mean()
 
     params = {"w": torch.randn(6, dtype=torch.complex64), "b": torch.randn(())}

@@ -1,21 +1,18 @@
 """Loops written by hand, all over the same loss."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 import pureaccum as pa
-from tests.zoo.species import Case, affine, fails, fits, linear
+from tests.zoo.species import affine, fails, fits, linear
 
 
-def _gradients(loss_fn: Any, params: Any, part: Any) -> dict[str, Tensor]:
+def _gradients(loss_fn, params, part):
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     loss = loss_fn(leaves, part)
     return dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))
 
 
-def _averaged(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _averaged(loss_fn, params, parts):
     """Sums of the rows, divided once."""
     parts = list(parts)
     rows = [len(part["x"]) for part in parts]
@@ -23,7 +20,7 @@ def _averaged(loss_fn: Any, params: Any, parts: Any) -> Any:
     return {k: sum(n * g[k] for n, g in zip(rows, grads, strict=True)) / sum(rows) for k in params}
 
 
-def _backward(loss_fn: Any, params: Any, parts: Any, zero: bool, divide: bool) -> Any:
+def _backward(loss_fn, params, parts, zero, divide):
     """What most people write."""
     parts = list(parts)
     leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
@@ -35,25 +32,25 @@ def _backward(loss_fn: Any, params: Any, parts: Any, zero: bool, divide: bool) -
     return {name: p.grad for name, p in leaves.items()}
 
 
-def _mean_of_means(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _mean_of_means(loss_fn, params, parts):
     return _backward(loss_fn, params, parts, zero=False, divide=True)
 
 
-def _zeroing(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _zeroing(loss_fn, params, parts):
     return _backward(loss_fn, params, parts, zero=True, divide=True)
 
 
-def _undivided(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _undivided(loss_fn, params, parts):
     return _backward(loss_fn, params, parts, zero=False, divide=False)
 
 
-def _without_the_tail(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _without_the_tail(loss_fn, params, parts):
     parts = list(parts)
     most = max(len(part["x"]) for part in parts)
     return _averaged(loss_fn, params, [part for part in parts if len(part["x"]) == most])
 
 
-def _clipped_one_by_one(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _clipped_one_by_one(loss_fn, params, parts):
     """The clipping that belongs behind the loop."""
     scaled = []
     parts = list(parts)
@@ -65,61 +62,61 @@ def _clipped_one_by_one(loss_fn: Any, params: Any, parts: Any) -> Any:
     return {k: sum(n * g[k] for n, g in zip(rows, scaled, strict=True)) / sum(rows) for k in params}
 
 
-def _square(params: Any, batch: Any) -> Tensor:
+def _square(params, batch):
     return (affine(params, batch["x"]) - batch["y"]).square().mean()
 
 
 @fits(loop=_averaged)
-def a_loop(dtype: torch.dtype) -> Case:
+def a_loop(dtype):
     return _square, *linear(dtype)
 
 
 @fails("gradients zeroed", loop=_zeroing)
-def loop_that_zeroes(dtype: torch.dtype) -> Case:
+def loop_that_zeroes(dtype):
     return _square, *linear(dtype)
 
 
 @fails("mean of means", loop=_mean_of_means)
-def loop_of_means(dtype: torch.dtype) -> Case:
+def loop_of_means(dtype):
     return _square, *linear(dtype)
 
 
 @fails("mean as sum", loop=_undivided)
-def loop_that_does_not_divide(dtype: torch.dtype) -> Case:
+def loop_that_does_not_divide(dtype):
     return _square, *linear(dtype)
 
 
 @fails("tail dropped", loop=_without_the_tail)
-def loop_without_the_tail(dtype: torch.dtype) -> Case:
+def loop_without_the_tail(dtype):
     return _square, *linear(dtype)
 
 
 @fails("wrong weights", loop=_clipped_one_by_one)
-def loop_that_clips(dtype: torch.dtype) -> Case:
+def loop_that_clips(dtype):
     return _square, *linear(dtype)
 
 
-def _twice_divided(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _twice_divided(loss_fn, params, parts):
     parts = list(parts)
     return {k: g / len(parts) for k, g in _averaged(loss_fn, params, parts).items()}
 
 
 @fails("factor", loop=_twice_divided)
-def loop_that_divides_twice(dtype: torch.dtype) -> Case:
+def loop_that_divides_twice(dtype):
     return _square, *linear(dtype)
 
 
-def _first_one_twice(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _first_one_twice(loss_fn, params, parts):
     parts = list(parts)
     return _averaged(loss_fn, params, [parts[0], *parts])
 
 
 @fails("wrong weights", loop=_first_one_twice)
-def loop_that_counts_one_twice(dtype: torch.dtype) -> Case:
+def loop_that_counts_one_twice(dtype):
     return _square, *linear(dtype)
 
 
-def _training(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _training(loss_fn, params, parts):
     """A step after every microbatch, and the gradients of all of them."""
     parts = list(parts)
     params, total = dict(params), {k: torch.zeros_like(p) for k, p in params.items()}
@@ -131,24 +128,24 @@ def _training(loss_fn: Any, params: Any, parts: Any) -> Any:
 
 
 @fails("unknown", loop=_training)
-def loop_that_trains(dtype: torch.dtype) -> Case:
+def loop_that_trains(dtype):
     return _square, *linear(dtype)
 
 
-def _noisy(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _noisy(loss_fn, params, parts):
     grads = _averaged(loss_fn, params, parts)
     return {k: g + 0.01 * torch.randn(g.shape) for k, g in grads.items()}
 
 
 @fails("randomness", loop=_noisy)
-def loop_that_draws(dtype: torch.dtype) -> Case:
+def loop_that_draws(dtype):
     return _square, *linear(dtype)
 
 
-_held: dict[str, Tensor] = {}
+_held = {}
 
 
-def _never_zeroing(loss_fn: Any, params: Any, parts: Any) -> Any:
+def _never_zeroing(loss_fn, params, parts):
     """The gradients of the last step are still there."""
     for k, g in _averaged(loss_fn, params, parts).items():
         _held[k] = _held[k] + g if k in _held else g
@@ -156,6 +153,6 @@ def _never_zeroing(loss_fn: Any, params: Any, parts: Any) -> Any:
 
 
 @fails("state", loop=_never_zeroing)
-def loop_that_never_zeroes(dtype: torch.dtype) -> Case:
+def loop_that_never_zeroes(dtype):
     _held.clear()
     return _square, *linear(dtype)

@@ -1,8 +1,5 @@
 """The whole zoo, as cases of a test."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from tests.zoo import (  # noqa: F401
@@ -14,10 +11,10 @@ from tests.zoo import (  # noqa: F401
     loops,
     weights,
 )
-from tests.zoo.species import ZOO, Species
+from tests.zoo.species import ZOO
 
 
-def residents(wanted: Callable[[Species], bool]) -> list[Any]:
+def residents(wanted):
     """Every species in all its dtypes; where time is short every third one, in its first."""
     return [
         pytest.param(

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor, nn
 from torch.func import functional_call
 
 
@@ -41,24 +40,22 @@ class Species(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     knobs: dict[str, Any]
 
-    def make(self, dtype: torch.dtype, seed: int) -> tuple[Callable[..., Any], Any, Any, Any]:
+    def make(self, dtype, seed):
         torch.manual_seed(seed)
         return *self.recipe(dtype), self.knobs
 
 
-ZOO: list[Species] = []
+ZOO = []
 
 
-def fits(dtypes: tuple[torch.dtype, ...] = DTYPES, **knobs: Any) -> Callable[[Recipe], Recipe]:
+def fits(dtypes=DTYPES, **knobs):
     return fails("", dtypes=dtypes, **knobs)
 
 
-def fails(
-    kind: str, says: str = "", dtypes: tuple[torch.dtype, ...] = DTYPES[:2], **knobs: Any
-) -> Callable[[Recipe], Recipe]:
+def fails(kind, says="", dtypes=DTYPES[:2], **knobs):
     """A loss whose accumulation is wrong: the kind of the diagnosis, and what it has to name."""
 
-    def enter(recipe: Recipe) -> Recipe:
+    def enter(recipe):
         species = Species(
             name=recipe.__name__, recipe=recipe, kind=kind, says=says, dtypes=dtypes, knobs=knobs
         )
@@ -71,39 +68,39 @@ def fails(
 # What many of them are made of -----------------------------------------------------------
 
 
-def parameters(module: nn.Module) -> dict[str, Tensor]:
+def parameters(module):
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def cast(tree: Any, dtype: torch.dtype) -> Any:
+def cast(tree, dtype):
     return optree.tree_map(lambda x: x.to(dtype), tree)
 
 
-def normal(dtype: torch.dtype, *shape: int) -> Tensor:
+def normal(dtype, *shape):
     return torch.randn(ROWS, *shape).to(dtype)
 
 
-def ragged_mask(length: int) -> Tensor:
+def ragged_mask(length):
     """From no token in a row to all of them."""
     return torch.arange(length) < torch.arange(ROWS)[:, None] % (length + 1)
 
 
-def squared(module: nn.Module, dtype: torch.dtype, *shape: int) -> tuple[Any, Any, Any]:
+def squared(module, dtype, *shape):
     """The mean squared distance of a module's outputs from one."""
     module.to(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return ((functional_call(module, params, (batch["x"],)) - 1) ** 2).mean()
 
     return loss, parameters(module), {"x": normal(dtype, *shape)}
 
 
-def linear(dtype: torch.dtype, into: int = 6, out: int = 3) -> tuple[Any, Any]:
+def linear(dtype, into=6, out=3):
     """Weights, and a batch for them."""
     params = {"w": (torch.randn(into, out) / 2).to(dtype), "b": torch.randn(out).to(dtype)}
     batch = {"x": normal(dtype, into), "y": normal(dtype, out)}
     return params, batch | {"label": torch.randint(0, out, (ROWS,))}
 
 
-def affine(params: Any, x: Tensor) -> Tensor:
+def affine(params, x):
     return x @ params["w"] + params["b"]

@@ -1,24 +1,21 @@
 """Losses that are a sum or a mean over something else than they say."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import pureaccum as pa
 from tests.zoo.fits_sums import focal, totals_without_a_weight
-from tests.zoo.species import ROWS, Case, affine, fails, linear, normal, ragged_mask
+from tests.zoo.species import ROWS, affine, fails, linear, normal, ragged_mask
 
 
 # Means of means --------------------------------------------------------------------------
 
 
 @fails("mean of means")
-def mean_over_tokens(dtype: torch.dtype) -> Case:
+def mean_over_tokens(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
         return (error * mask).sum() / mask.sum()
 
@@ -26,10 +23,10 @@ def mean_over_tokens(dtype: torch.dtype) -> Case:
 
 
 @fails("mean of means")
-def mean_over_tokens_if_any(dtype: torch.dtype) -> Case:
+def mean_over_tokens_if_any(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
         return (error * mask).sum() / mask.sum().clamp(min=1)
 
@@ -37,10 +34,10 @@ def mean_over_tokens_if_any(dtype: torch.dtype) -> Case:
 
 
 @fails("mean of means")
-def ignored_tokens(dtype: torch.dtype) -> Case:
+def ignored_tokens(dtype):
     params, _ = linear(dtype, 5, 3)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         return F.cross_entropy(affine(params, batch["x"]).flatten(0, 1), batch["label"].flatten())
 
     label = torch.randint(0, 3, (ROWS, 4)).masked_fill(~ragged_mask(4), -100)
@@ -48,10 +45,10 @@ def ignored_tokens(dtype: torch.dtype) -> Case:
 
 
 @fails("mean of means")
-def mean_over_weighted_classes(dtype: torch.dtype) -> Case:
+def mean_over_weighted_classes(dtype):
     weights = torch.tensor([0.5, 1.0, 3.0])
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out = affine(params, batch["x"])
         return F.cross_entropy(out, batch["label"], weights.to(out.dtype))
 
@@ -59,10 +56,10 @@ def mean_over_weighted_classes(dtype: torch.dtype) -> Case:
 
 
 @fails("mean of means")
-def mean_over_a_selection(dtype: torch.dtype) -> Case:
+def mean_over_a_selection(dtype):
     """Negatives are left out, by indexing."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         positive = batch["label"] > 0
         return affine(params, batch["x"])[positive].square().mean()
 
@@ -70,10 +67,10 @@ def mean_over_a_selection(dtype: torch.dtype) -> Case:
 
 
 @fails("mean of means")
-def targets_that_are_missing(dtype: torch.dtype) -> Case:
+def targets_that_are_missing(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         error = (affine(params, batch["x"]) - batch["y"].nan_to_num()) ** 2
         return error.masked_fill(batch["y"].isnan(), torch.nan).nanmean()
 
@@ -83,8 +80,8 @@ def targets_that_are_missing(dtype: torch.dtype) -> Case:
 
 
 @fails("mean of means")
-def two_rows_of_different_lengths(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def two_rows_of_different_lengths(dtype):
+    def loss(params, batch):
         each = affine(params, batch["x"]).square().sum(1)
         return (each * batch["length"]).sum() / batch["length"].sum()
 
@@ -96,10 +93,10 @@ def two_rows_of_different_lengths(dtype: torch.dtype) -> Case:
 
 
 @fails("weight")
-def divided_already(dtype: torch.dtype) -> Case:
+def divided_already(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
         return pa.Weighted((error * mask).sum() / mask.sum().clamp(min=1), mask.sum())
 
@@ -107,18 +104,18 @@ def divided_already(dtype: torch.dtype) -> Case:
 
 
 @fails("weight")
-def weight_of_one(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+def weight_of_one(dtype):
+    def loss(params, batch):
         return pa.Weighted((affine(params, batch["x"]) - batch["y"]).square().sum(), 1)
 
     return loss, *linear(dtype)
 
 
 @fails("weight")
-def weight_that_does_not_add_up(dtype: torch.dtype) -> Case:
+def weight_that_does_not_add_up(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"].float()
         return pa.Weighted((error * mask).mean(), mask.mean())
 
@@ -126,11 +123,11 @@ def weight_that_does_not_add_up(dtype: torch.dtype) -> Case:
 
 
 @fails("weight")
-def weight_of_one_at_least(dtype: torch.dtype) -> Case:
+def weight_of_one_at_least(dtype):
     """So that nothing is divided by zero; but now a row without tokens weighs something."""
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
         return pa.Weighted((error * mask).sum(), mask.sum().clamp(min=1))
 
@@ -138,10 +135,10 @@ def weight_of_one_at_least(dtype: torch.dtype) -> Case:
 
 
 @fails("weight")
-def weight_of_rows_for_a_mean_over_tokens(dtype: torch.dtype) -> Case:
+def weight_of_rows_for_a_mean_over_tokens(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
         mean = (error * mask).sum() / mask.sum().clamp(min=1)
         return pa.Weighted(mean * len(mask), len(mask))
@@ -153,28 +150,28 @@ def weight_of_rows_for_a_mean_over_tokens(dtype: torch.dtype) -> Case:
 
 
 @fails("sum as mean")
-def a_sum_said_to_be_a_mean(dtype: torch.dtype) -> Case:
+def a_sum_said_to_be_a_mean(dtype):
     return lambda p, b: (affine(p, b["x"]) - b["y"]).square().sum(), *linear(dtype)
 
 
 @fails("mean as sum", reduction="sum")
-def a_mean_said_to_be_a_sum(dtype: torch.dtype) -> Case:
+def a_mean_said_to_be_a_sum(dtype):
     return lambda p, b: F.cross_entropy(affine(p, b["x"]), b["label"]), *linear(dtype)
 
 
 @fails("constant term", reduction="sum")
-def weight_decay_in_a_sum(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def weight_decay_in_a_sum(dtype):
+    def loss(params, batch):
         return affine(params, batch["x"]).abs().sum() + 0.1 * params["w"].square().sum()
 
     return loss, *linear(dtype)
 
 
 @fails("constant term")
-def weight_decay_in_a_total(dtype: torch.dtype) -> Case:
+def weight_decay_in_a_total(dtype):
     params, batch = linear(dtype)
 
-    def loss(params: Any, batch: Any) -> pa.Weighted:
+    def loss(params, batch):
         error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
         return pa.Weighted((error * mask).sum() + params["w"].square().sum(), mask.sum())
 
@@ -185,10 +182,10 @@ def weight_decay_in_a_total(dtype: torch.dtype) -> Case:
 
 
 @fails("several means", says="counts as")
-def two_means_at_once(dtype: torch.dtype) -> Case:
+def two_means_at_once(dtype):
     """One over rows and one over positives, as in detection: no weight is right for both."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out, positive = affine(params, batch["x"]), batch["label"] > 0
         boxes = (out.square().mean(1) * positive).sum() / positive.sum().clamp(min=1)
         return F.cross_entropy(out, batch["label"]) + boxes
@@ -197,8 +194,8 @@ def two_means_at_once(dtype: torch.dtype) -> Case:
 
 
 @fails("several means", says="row")
-def over_the_positives(dtype: torch.dtype) -> Case:
-    def loss(params: Any, batch: Any) -> Tensor:
+def over_the_positives(dtype):
+    def loss(params, batch):
         total, positives = focal(params, batch)
         return total / positives.clamp(min=1)
 

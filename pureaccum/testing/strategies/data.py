@@ -135,7 +135,9 @@ def _exact_trees(draw: st.DrawFn, copies: int, most: int, dtype: torch.dtype) ->
 
 
 @st.composite
-def batches(draw: st.DrawFn, rows: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def batches(  # noqa: D417
+    draw: st.DrawFn, rows: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """A batch of integers, one row per sample: ``"x"``, ``"tokens"`` and ``"mask"``.
 
     ``"x"`` holds numbers from -15 to 15, and ``"tokens"`` int64 from 0 to 4; both have one to

@@ -170,7 +170,7 @@ class History(NamedTuple):
 
 
 @st.composite
-def histories(draw: st.DrawFn, n: int) -> History:
+def histories(draw: st.DrawFn, n: int) -> History:  # noqa: D417
     """Every way to accumulate n rows; it shrinks to one microbatch and one state.
 
     Microbatches may have no rows, come in any order, and go into any number of states, some of
