@@ -37,51 +37,61 @@ def mean(model, part):
     return F.cross_entropy(model(part["x"]), part["y"])
 
 
-def tokens(parts):
-    return sum(int((part["y"] != -100).sum()) for part in parts)
-
-
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.125)
 
 
-# Loops that are right ---------------------------------------------------------------------
+# Loops ------------------------------------------------------------------------------------------
 
 
-def right(model, optimizer, parts):
-    count = tokens(parts)
-    optimizer.zero_grad()
-    for part in parts:
-        (total(model, part) / count).backward()
-    optimizer.step()
+def nothing(model, optimizer):
+    pass
 
 
-def clipped(model, optimizer, parts):
-    count = tokens(parts)
-    for part in parts:
-        (total(model, part) / count).backward()
+def clip(model, optimizer):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.0625)
-    optimizer.step()
+
+
+def zero(model, optimizer):
     optimizer.zero_grad()
+
+
+def loop_of(loss, *, first=nothing, each=nothing, last=nothing, end=zero, of=lambda parts: parts):
+    """A loop: what it does around each ``loss(model, part, parts)``, and at its end."""
+
+    def loop(model, optimizer, parts):
+        for part in of(parts):
+            first(model, optimizer)
+            loss(model, part, parts).backward()
+            each(model, optimizer)
+        last(model, optimizer)
+        optimizer.step()
+        end(model, optimizer)
+
+    return loop
+
+
+def of_tokens(model, part, parts):
+    return total(model, part) / sum(int((part["y"] != -100).sum()) for part in parts)
+
+
+def of_rows(model, part, parts):
+    return mean(model, part) * len(part["x"]) / sum(len(part["x"]) for part in parts)
+
+
+right, by_rows = loop_of(of_tokens), loop_of(of_rows)
+clipped = loop_of(of_tokens, last=clip)
 
 
 def scaled(model, optimizer, parts):
-    scaler, count = torch.amp.GradScaler("cpu", init_scale=1024.0), tokens(parts)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for part in parts:
-        scaler.scale(total(model, part) / count).backward()
+        scaler.scale(of_tokens(model, part, parts)).backward()
     scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.0625)
+    clip(model, optimizer)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-
-
-def by_rows(model, optimizer, parts):
-    optimizer.zero_grad()
-    rows = sum(len(part["x"]) for part in parts)
-    for part in parts:
-        (mean(model, part) * len(part["x"]) / rows).backward()
-    optimizer.step()
 
 
 RIGHT = {
@@ -119,72 +129,14 @@ def test_a_gradient_that_is_zero_on_paper_is_not_judged():
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     shifted = nn.Sequential(nn.Linear(4, 3), nn.Softmax(1))  # the mean over outputs is constant
 
-    def constant(model, optimizer, parts):
-        rows = sum(len(part["x"]) for part in parts)
-        for part in parts:
-            (model(part["x"]).sum() / rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def constant(model, part, parts):
+        return model(part["x"]).sum() / sum(len(part["x"]) for part in parts)
 
     assert check_training_loop(by_rows, model, FULL, optimizer=adamw).fits
-    assert check_training_loop(constant, shifted, FULL, optimizer=adamw).fits
+    assert check_training_loop(loop_of(constant), shifted, FULL, optimizer=adamw).fits
 
 
 # Faults of the field ----------------------------------------------------------------------------
-
-
-def mean_of_means(model, optimizer, parts):
-    for part in parts:
-        (mean(model, part) / len(parts)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def last_window(model, optimizer, parts):
-    k = max(len(parts), 4) if len(parts) > 1 else 1
-    for part in parts:
-        (mean(model, part) / k).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def added(model, optimizer, parts):
-    for part in parts:
-        mean(model, part).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def dropped(model, optimizer, parts):
-    rows = sum(len(part["x"]) for part in parts)
-    for part in parts[:-1] if len(parts) > 1 else parts:
-        (mean(model, part) * len(part["x"]) / rows).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def zeroed(model, optimizer, parts):
-    rows = sum(len(part["x"]) for part in parts)
-    for part in parts:
-        optimizer.zero_grad()
-        (mean(model, part) * len(part["x"]) / rows).backward()
-    optimizer.step()
-
-
-def added_up(model, optimizer, parts):
-    rows = sum(len(part["x"]) for part in parts)
-    for part in parts:
-        (mean(model, part) * len(part["x"]) / rows).backward()
-    optimizer.step()
-
-
-def clipped_each(model, optimizer, parts):
-    rows = sum(len(part["x"]) for part in parts)
-    for part in parts:
-        (mean(model, part) * len(part["x"]) / rows).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.0625)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def stepped_each(model, optimizer, parts):
@@ -194,48 +146,30 @@ def stepped_each(model, optimizer, parts):
         optimizer.zero_grad()
 
 
-def clips_nothing(model, optimizer, parts):
-    rows = sum(len(part["x"]) for part in parts)
-    for part in parts:
-        (mean(model, part) * len(part["x"]) / rows).backward()
-    copies = [p.detach() for p in model.parameters()]  # which have no .grad
-    torch.nn.utils.clip_grad_norm_(copies, 0.0625)
-    optimizer.step()
-    optimizer.zero_grad()
+def clip_copies(model, optimizer):
+    torch.nn.utils.clip_grad_norm_([p.detach() for p in model.parameters()], 0.0625)
 
 
 def squares(model, optimizer, parts):
     """Adam's second moment, of the squares of microbatches."""
-    rows = sum(len(part["x"]) for part in parts)
-    sums = [torch.zeros_like(p) for p in model.parameters()]
-    moments = [torch.zeros_like(p) for p in model.parameters()]
-    for part in parts:
-        loss = mean(model, part) * len(part["x"]) / rows
-        for g, total, moment in zip(
-            torch.autograd.grad(loss, [*model.parameters()]), sums, moments, strict=True
-        ):
-            total += g
-            moment += g**2
-    for p, total, moment in zip(model.parameters(), sums, moments, strict=True):
-        if isinstance(optimizer, torch.optim.SGD):
-            p.grad = total
-        else:
-            p.grad = total / (moment.sqrt() + 1e-3)
+    parameters = [*model.parameters()]
+    each = [torch.autograd.grad(of_rows(model, part, parts), parameters) for part in parts]
+    for p, grads in zip(parameters, zip(*each, strict=True), strict=True):
+        p.grad = sum(grads)
+        if not isinstance(optimizer, torch.optim.SGD):
+            p.grad /= sum(g**2 for g in grads).sqrt() + 1e-3
     optimizer.step()
-    optimizer.zero_grad()
 
 
 def projected(model, optimizer, parts):
     """A gradient of low rank, of which each microbatch has its own subspace."""
-    rows = sum(len(part["x"]) for part in parts)
-    weight = model[0].weight
-    low = torch.zeros_like(weight)
+    weight, low = model[0].weight, []
     for part in parts:
-        (mean(model, part) * len(part["x"]) / rows).backward()
+        of_rows(model, part, parts).backward()
         basis = torch.linalg.svd(weight.grad).U[:, :2]
-        low += basis @ (basis.T @ weight.grad)
+        low.append(basis @ (basis.T @ weight.grad))
         weight.grad = None
-    weight.grad = low
+    weight.grad = sum(low)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -253,7 +187,7 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "a mean over tokens of each microbatch, divided by their number": Fault(
-        mean_of_means,
+        loop_of(lambda model, part, parts: mean(model, part) / len(parts)),
         "[transformers #24725](https://github.com/huggingface/transformers/issues/24725)",
         "mean of means",
         BATCH,
@@ -262,22 +196,28 @@ FAULTS = {
         by_rows, "[mlx-lm #1413](https://github.com/ml-explore/mlx-lm/pull/1413)", "weight", BATCH
     ),
     "the last, shorter window divided by the usual `k`": Fault(
-        last_window,
+        loop_of(lambda m, part, parts: mean(m, part) / (max(len(parts), 4) if parts[1:] else 1)),
         "[ms-swift #10084](https://github.com/modelscope/ms-swift/pull/10084)",
         "wrong weights",
     ),
     "means added, and not divided": Fault(
-        added, "[NeMo-RL #84](https://github.com/NVIDIA-NeMo/RL/issues/84)", "mean as sum"
+        loop_of(lambda model, part, parts: mean(model, part)),
+        "[NeMo-RL #84](https://github.com/NVIDIA-NeMo/RL/issues/84)",
+        "mean as sum",
     ),
     "the rest of an epoch left out": Fault(
-        dropped, "[pet #36](https://github.com/timoschick/pet/issues/36)", "tail dropped"
+        loop_of(of_rows, of=lambda parts: parts[:-1] or parts),
+        "[pet #36](https://github.com/timoschick/pet/issues/36)",
+        "tail dropped",
     ),
     "gradients zeroed in every iteration": Fault(
-        zeroed, "the usual place of `zero_grad`", "gradients zeroed"
+        loop_of(of_rows, first=zero), "the usual place of `zero_grad`", "gradients zeroed"
     ),
-    "gradients that are never zeroed": Fault(added_up, "a missing `zero_grad`", "state"),
+    "gradients that are never zeroed": Fault(
+        loop_of(of_rows, end=nothing), "a missing `zero_grad`", "state"
+    ),
     "every microbatch clipped": Fault(
-        clipped_each,
+        loop_of(of_rows, each=clip),
         "[accelerate #641](https://github.com/huggingface/accelerate/issues/641)",
         "wrong weights",
     ),
@@ -285,7 +225,7 @@ FAULTS = {
         stepped_each, "[GaLore #78](https://github.com/jiaweizzhao/GaLore/issues/78)", "steps"
     ),
     "a clip of tensors that have no `.grad`": Fault(
-        clips_nothing,
+        loop_of(of_rows, last=clip_copies),
         "[transformers #46113](https://github.com/huggingface/transformers/issues/46113)",
         "clips nothing",
         knobs={"max_norm": 0.0625},
