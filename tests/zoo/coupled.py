@@ -29,13 +29,10 @@ def batch_norm(dtype):
     return squared(net.append(nn.Linear(8, 3)), dtype, 6)
 
 
-@fails("batch statistics", says="batch_norm")
-def batch_norm_as_a_function(dtype):
-    def loss(params, batch):
-        h = F.batch_norm(affine(params, batch["x"]), None, None, training=True)
-        return F.cross_entropy(h, batch["label"])
-
-    return loss, *linear(dtype)
+@fails("batch statistics", of=linear, says="batch_norm")
+def batch_norm_as_a_function(params, batch):
+    h = F.batch_norm(affine(params, batch["x"]), None, None, training=True)
+    return F.cross_entropy(h, batch["label"])
 
 
 @fails("batch statistics", says="BatchNorm1d")
@@ -67,27 +64,18 @@ def batch_norm_half_frozen(dtype):
 # Statistics of the data ------------------------------------------------------------------
 
 
-@fails("data statistics", says="mean")
-def standardised_targets(dtype):
-    def loss(params, batch):
-        return F.mse_loss(affine(params, batch["x"]), batch["y"] - batch["y"].mean(0))
-
-    return loss, *linear(dtype)
+@fails("data statistics", of=linear, says="mean")
+def standardised_targets(params, batch):
+    return F.mse_loss(affine(params, batch["x"]), batch["y"] - batch["y"].mean(0))
 
 
-@fails("data statistics", says="std")
-def standardised_advantages(dtype):
+@fails("data statistics", of=linear, says="std")
+def standardised_advantages(params, batch):
     """As in PPO."""
-
-    def loss(params, batch):
-        chosen = torch.log_softmax(affine(params, batch["x"]), -1).gather(
-            1, batch["label"][:, None]
-        )
-        ratio, gain = (chosen[:, 0] - chosen[:, 0].detach()).exp(), batch["y"][:, 0]
-        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-        return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-
-    return loss, *linear(dtype)
+    chosen = torch.log_softmax(affine(params, batch["x"]), -1).gather(1, batch["label"][:, None])
+    ratio, gain = (chosen[:, 0] - chosen[:, 0].detach()).exp(), batch["y"][:, 0]
+    gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+    return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
 
 
 @fails("data statistics", says="sum")
@@ -121,12 +109,9 @@ def padding_counts(dtype):
     return loss, params, {"x": normal(dtype, 4, 5), "mask": mask}
 
 
-@fails("data statistics", says="mean")
-def in_the_value_alone(dtype):
-    def loss(params, batch):
-        return affine(params, batch["x"]).square().mean() + batch["x"].mean(0).square().sum()
-
-    return loss, *linear(dtype)
+@fails("data statistics", of=linear, says="mean")
+def in_the_value_alone(params, batch):
+    return affine(params, batch["x"]).square().mean() + batch["x"].mean(0).square().sum()
 
 
 # Rows that see each other ----------------------------------------------------------------
@@ -136,23 +121,16 @@ def _unit(x):
     return F.normalize(x, dim=-1)
 
 
-@fails("batch coupling")
-def in_batch_negatives(dtype):
-    def loss(params, batch):
-        scores = _unit(affine(params, batch["x"])) @ _unit(batch["y"]).T
-        return F.cross_entropy(scores * 10, torch.arange(len(scores)))
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear)
+def in_batch_negatives(params, batch):
+    scores = _unit(affine(params, batch["x"])) @ _unit(batch["y"]).T
+    return F.cross_entropy(scores * 10, torch.arange(len(scores)))
 
 
-@fails("batch coupling")
-def rows_against_columns(dtype):
+@fails("batch coupling", of=linear)
+def rows_against_columns(params, batch):
     """(n, 1) minus (n,) is (n, n), and nobody complains."""
-
-    def loss(params, batch):
-        return (affine(params, batch["x"])[:, :1] - batch["y"][:, 0]).square().mean()
-
-    return loss, *linear(dtype)
+    return (affine(params, batch["x"])[:, :1] - batch["y"][:, 0]).square().mean()
 
 
 @fails("batch coupling")
@@ -160,45 +138,32 @@ def maximum_of_the_batch(dtype):
     return lambda p, b: affine(p, b["x"]).square().mean(1).max(), *linear(dtype)
 
 
-@fails("batch coupling")
-def variance_of_the_batch(dtype):
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        return F.mse_loss(out, batch["y"]) + (1 - out.var(0, correction=0)).relu().sum()
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear)
+def variance_of_the_batch(params, batch):
+    out = affine(params, batch["x"])
+    return F.mse_loss(out, batch["y"]) + (1 - out.var(0, correction=0)).relu().sum()
 
 
-@fails("batch coupling")
-def balance_of_experts(dtype):
-    def loss(params, batch):
-        gate = torch.softmax(affine(params, batch["x"]), -1)
-        share = F.one_hot(gate.argmax(-1), 3).to(gate.dtype).mean(0)
-        return gate.amax(1).mean() + 3 * (gate.mean(0) * share).sum()
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear)
+def balance_of_experts(params, batch):
+    gate = torch.softmax(affine(params, batch["x"]), -1)
+    share = F.one_hot(gate.argmax(-1), 3).to(gate.dtype).mean(0)
+    return gate.amax(1).mean() + 3 * (gate.mean(0) * share).sum()
 
 
-@fails("batch coupling")
-def no_more_than_three_a_head(dtype):
+@fails("batch coupling", of=linear)
+def no_more_than_three_a_head(params, batch):
     """An expert has a capacity, and the rows that come too late are dropped."""
-
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        chosen = F.one_hot(out.argmax(1), 3)
-        kept = (chosen.cumsum(0) * chosen).sum(1) <= 3
-        return (out * kept[:, None]).square().mean()
-
-    return loss, *linear(dtype)
+    out = affine(params, batch["x"])
+    chosen = F.one_hot(out.argmax(1), 3)
+    kept = (chosen.cumsum(0) * chosen).sum(1) <= 3
+    return (out * kept[:, None]).square().mean()
 
 
-@fails("batch coupling")
-def hardest_half(dtype):
-    def loss(params, batch):
-        rows = (affine(params, batch["x"]) - batch["y"]).square().mean(1)
-        return rows.topk(max(1, len(rows) // 2)).values.mean()
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear)
+def hardest_half(params, batch):
+    rows = (affine(params, batch["x"]) - batch["y"]).square().mean(1)
+    return rows.topk(max(1, len(rows) // 2)).values.mean()
 
 
 @fails("batch coupling")
@@ -206,43 +171,30 @@ def root_of_a_mean(dtype):
     return lambda p, b: F.mse_loss(affine(p, b["x"]), b["y"]).sqrt(), *linear(dtype)
 
 
-@fails("batch coupling")
-def dice(dtype):
-    def loss(params, batch):
-        got, wanted = torch.sigmoid(affine(params, batch["x"])), (batch["y"] > 0).to(torch.float32)
-        return 1 - (2 * (got * wanted).sum() + 1) / (got.sum() + wanted.sum() + 1)
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear)
+def dice(params, batch):
+    got, wanted = torch.sigmoid(affine(params, batch["x"])), (batch["y"] > 0).to(torch.float32)
+    return 1 - (2 * (got * wanted).sum() + 1) / (got.sum() + wanted.sum() + 1)
 
 
-@fails("batch coupling")
-def mixed_with_the_next_row(dtype):
-    def loss(params, batch):
-        x, y = (0.7 * batch[k] + 0.3 * batch[k].roll(1, 0) for k in "xy")
-        return F.mse_loss(affine(params, x), y)
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear)
+def mixed_with_the_next_row(params, batch):
+    x, y = (0.7 * batch[k] + 0.3 * batch[k].roll(1, 0) for k in "xy")
+    return F.mse_loss(affine(params, x), y)
 
 
-@fails("batch coupling")
-def pairs_of_rows(dtype):
+@fails("batch coupling", of=linear)
+def pairs_of_rows(params, batch):
     """The better and the worse answer stand side by side in the batch."""
-
-    def loss(params, batch):
-        score = affine(params, batch["x"]).sum(1)
-        better, worse = score[: len(score) // 2 * 2].view(-1, 2).unbind(1)
-        return F.softplus(worse - better).sum() / max(1, len(better))
-
-    return loss, *linear(dtype)
+    score = affine(params, batch["x"]).sum(1)
+    better, worse = score[: len(score) // 2 * 2].view(-1, 2).unbind(1)
+    return F.softplus(worse - better).sum() / max(1, len(better))
 
 
-@fails("batch coupling")
-def position_in_the_batch(dtype):
-    def loss(params, batch):
-        rows = affine(params, batch["x"]).square().mean(1)
-        return (rows * torch.arange(len(rows))).mean()
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear)
+def position_in_the_batch(params, batch):
+    rows = affine(params, batch["x"]).square().mean(1)
+    return (rows * torch.arange(len(rows))).mean()
 
 
 @fails("batch coupling")
@@ -255,35 +207,25 @@ def attention_over_the_batch(dtype):
 # A little, or in one place only ----------------------------------------------------------
 
 
-@fails("batch coupling", dtypes=DTYPES)
-def by_a_millionth(dtype):
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        return out.square().mean() + 1e-6 * out.var(0, correction=0).sum()
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear, dtypes=DTYPES)
+def by_a_millionth(params, batch):
+    out = affine(params, batch["x"])
+    return out.square().mean() + 1e-6 * out.var(0, correction=0).sum()
 
 
-@fails("batch coupling")
-def in_the_gradient_alone(dtype):
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        return out.square().mean() + ((out - out.detach()) * out.detach().mean(0)).mean()
-
-    return loss, *linear(dtype)
+@fails("batch coupling", of=linear)
+def in_the_gradient_alone(params, batch):
+    out = affine(params, batch["x"])
+    return out.square().mean() + ((out - out.detach()) * out.detach().mean(0)).mean()
 
 
-@fails("batch coupling")
-def in_the_backward_pass_alone(dtype):
+@fails("batch coupling", of=linear)
+def in_the_backward_pass_alone(params, batch):
     """A hook clips the gradient of the features, over the batch."""
-
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        if out.requires_grad:
-            out.register_hook(lambda g: g / g.norm())
-        return out.square().mean()
-
-    return loss, *linear(dtype)
+    out = affine(params, batch["x"])
+    if out.requires_grad:
+        out.register_hook(lambda g: g / g.norm())
+    return out.square().mean()
 
 
 # Whatever else they keep -----------------------------------------------------------------

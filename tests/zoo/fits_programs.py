@@ -49,23 +49,15 @@ def custom_function(dtype):
     return lambda p, b: Cube.apply(affine(p, b["x"])).mean(), *linear(dtype)
 
 
-@fits()
-def vmap_inside(dtype):
-    def loss(params, batch):
-        return vmap(lambda x, y: ((affine(params, x) - y) ** 2).mean())(
-            batch["x"], batch["y"]
-        ).mean()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def vmap_inside(params, batch):
+    return vmap(lambda x, y: ((affine(params, x) - y) ** 2).mean())(batch["x"], batch["y"]).mean()
 
 
-@fits()
-def jvp_inside(dtype):
-    def loss(params, batch):
-        x = batch["x"]
-        return jvp(lambda x: affine(params, x).tanh(), (x,), (torch.ones_like(x),))[1].abs().mean()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def jvp_inside(params, batch):
+    x = batch["x"]
+    return jvp(lambda x: affine(params, x).tanh(), (x,), (torch.ones_like(x),))[1].abs().mean()
 
 
 @fits(WIDE)
@@ -83,16 +75,13 @@ def residuals_of_an_equation(dtype):
     return loss, parameters(net), {"x": normal(dtype, 2), "edge": normal(dtype, 2)}
 
 
-@fits()
-def differential_equation(dtype):
-    def loss(params, batch):
-        x = batch["x"].clone().requires_grad_()
-        u = affine(params, x).tanh().sum(1)
-        (slope,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
-        (bend,) = torch.autograd.grad(slope[:, 0], x, torch.ones_like(u), create_graph=True)
-        return (bend[:, 0] + u.sin()).square().mean()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def differential_equation(params, batch):
+    x = batch["x"].clone().requires_grad_()
+    u = affine(params, x).tanh().sum(1)
+    (slope,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+    (bend,) = torch.autograd.grad(slope[:, 0], x, torch.ones_like(u), create_graph=True)
+    return (bend[:, 0] + u.sin()).square().mean()
 
 
 @fits()
@@ -121,17 +110,13 @@ def keyed_dropout(dtype):
     return loss, params, batch | {"keys": pa.split_key(pa.key(0), ROWS)}
 
 
-@fits()
-def draws_and_forgets(dtype):
+@fits(of=linear)
+def draws_and_forgets(params, batch):
     """A module is initialised for its structure alone."""
-
-    def loss(params, batch):
-        layer = nn.Linear(6, 3)
-        w = dict(zip(dict(layer.named_parameters()), (params["w"].T, params["b"]), strict=True))
-        random.random()
-        return torch.func.functional_call(layer, w, (batch["x"],)).square().mean()
-
-    return loss, *linear(dtype)
+    layer = nn.Linear(6, 3)
+    w = dict(zip(dict(layer.named_parameters()), (params["w"].T, params["b"]), strict=True))
+    random.random()
+    return torch.func.functional_call(layer, w, (batch["x"],)).square().mean()
 
 
 @fits()
@@ -145,26 +130,20 @@ def every_token_once(dtype):
     return loss, torch.randn(7, 3).to(dtype), torch.randint(0, 7, (ROWS, 3))
 
 
-@fits()
-def matched_by_numpy(dtype):
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        best = torch.from_numpy(out.detach().float().numpy().argmin(1))
-        return out.gather(1, best[:, None]).square().mean()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def matched_by_numpy(params, batch):
+    out = affine(params, batch["x"])
+    best = torch.from_numpy(out.detach().float().numpy().argmin(1))
+    return out.gather(1, best[:, None]).square().mean()
 
 
-@fits()
-def writes_to_what_it_made(dtype):
-    def loss(params, batch):
-        out = torch.zeros_like(batch["y"])
-        out[:, :2] = affine(params, batch["x"])[:, :2]
-        columns = torch.from_numpy(np.ones(3, dtype=np.float32))
-        columns[1] = 2
-        return (out.add_(1).relu_() * columns.mul_(3)).square().mean()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def writes_to_what_it_made(params, batch):
+    out = torch.zeros_like(batch["y"])
+    out[:, :2] = affine(params, batch["x"])[:, :2]
+    columns = torch.from_numpy(np.ones(3, dtype=np.float32))
+    columns[1] = 2
+    return (out.add_(1).relu_() * columns.mul_(3)).square().mean()
 
 
 # What is given and returned --------------------------------------------------------------
@@ -190,13 +169,10 @@ def a_batch_that_requires_grad(dtype):
     return lambda p, b: affine(p, b["x"]).square().mean(), params, batch
 
 
-@fits(has_aux=True)
-def with_aux(dtype):
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        return ((out - batch["y"]) ** 2).mean(), {"out": out.detach(), "rows": len(out)}
-
-    return loss, *linear(dtype)
+@fits(of=linear, has_aux=True)
+def with_aux(params, batch):
+    out = affine(params, batch["x"])
+    return ((out - batch["y"]) ** 2).mean(), {"out": out.detach(), "rows": len(out)}
 
 
 @fits()

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pureaccum as pa
-from tests.zoo.species import ROWS, WIDE, affine, fits, linear, normal, ragged_mask, squared
+from tests.zoo.species import ROWS, WIDE, affine, fits, linear, masked, normal, ragged_mask, squared
 
 
 # Sums and weights ------------------------------------------------------------------------
@@ -29,27 +29,17 @@ def a_sum_over_items_counted_before(dtype):
     return loss, params, batch
 
 
-@fits()
-def masked_tokens(dtype):
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
-        return pa.Weighted((error * mask).sum(), mask.sum())
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+@fits(of=masked)
+def masked_tokens(params, batch):
+    error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
+    return pa.Weighted((error * mask).sum(), mask.sum())
 
 
-@fits()
-def weighted_by_a_number(dtype):
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        kept = batch["mask"].any(1)
-        total = F.cross_entropy(affine(params, batch["x"])[kept], batch["label"][kept])
-        return pa.Weighted(total * kept.sum() if kept.any() else total * 0, kept.sum().item())
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+@fits(of=masked)
+def weighted_by_a_number(params, batch):
+    kept = batch["mask"].any(1)
+    total = F.cross_entropy(affine(params, batch["x"])[kept], batch["label"][kept])
+    return pa.Weighted(total * kept.sum() if kept.any() else total * 0, kept.sum().item())
 
 
 @fits()
@@ -118,24 +108,16 @@ def totals_without_a_weight(dtype):
     return lambda params, batch: pa.Weighted(*focal(params, batch)), params, batch
 
 
-@fits()
-def penalty_for_every_token(dtype):
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        error, tokens = affine(params, batch["x"]) ** 2, batch["mask"].sum()
-        penalty = params["w"].square().sum()
-        return pa.Weighted((error * batch["mask"]).sum() + tokens * penalty, tokens)
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+@fits(of=masked)
+def penalty_for_every_token(params, batch):
+    error, tokens = affine(params, batch["x"]) ** 2, batch["mask"].sum()
+    penalty = params["w"].square().sum()
+    return pa.Weighted((error * batch["mask"]).sum() + tokens * penalty, tokens)
 
 
-@fits()
-def weight_decay_in_a_mean(dtype):
-    def loss(params, batch):
-        return affine(params, batch["x"]).abs().mean() + 0.1 * params["w"].square().sum()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def weight_decay_in_a_mean(params, batch):
+    return affine(params, batch["x"]).abs().mean() + 0.1 * params["w"].square().sum()
 
 
 @fits(WIDE)
@@ -202,17 +184,13 @@ def cancelling(dtype):
     return lambda p, b: ((1e6 + affine(p, b["x"])) - 1e6).square().mean(), *linear(dtype)
 
 
-@fits(WIDE)
-def chaos(dtype):
+@fits(WIDE, of=linear)
+def chaos(params, batch):
     """Each step doubles what rounding did before."""
-
-    def loss(params, batch):
-        x = torch.sigmoid(affine(params, batch["x"]))
-        for _ in range(30):
-            x = 3.99 * x * (1 - x)
-        return x.mean()
-
-    return loss, *linear(dtype)
+    x = torch.sigmoid(affine(params, batch["x"]))
+    for _ in range(30):
+        x = 3.99 * x * (1 - x)
+    return x.mean()
 
 
 @fits()
@@ -251,17 +229,13 @@ def straight_through(dtype):
     return loss, params | {"book": torch.randn(4, 3).to(dtype)}, batch
 
 
-@fits()
-def rounded_weights(dtype):
+@fits(of=linear)
+def rounded_weights(params, batch):
     """Fake quantisation, with a scale that comes from the weights."""
-
-    def loss(params, batch):
-        w = params["w"]
-        scale = w.detach().abs().max() / 127
-        w = w + (torch.round(w / scale) * scale - w).detach()
-        return (batch["x"] @ w + params["b"]).square().mean()
-
-    return loss, *linear(dtype)
+    w = params["w"]
+    scale = w.detach().abs().max() / 127
+    w = w + (torch.round(w / scale) * scale - w).detach()
+    return (batch["x"] @ w + params["b"]).square().mean()
 
 
 # Dtypes ----------------------------------------------------------------------------------
@@ -278,26 +252,19 @@ def autocast_inside(dtype):
     return low, params, batch
 
 
-@fits()
-def casts_inside(dtype):
-    def loss(params, batch):
-        logits = affine(params, batch["x"]).float()
-        probability = torch.softmax(logits, -1, dtype=torch.float32).type_as(batch["x"])
-        error = probability.to(torch.float32) - batch["y"].to(torch.float32)
-        return F.cross_entropy(logits, batch["label"]) + error.to(device="cpu").square().mean()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def casts_inside(params, batch):
+    logits = affine(params, batch["x"]).float()
+    probability = torch.softmax(logits, -1, dtype=torch.float32).type_as(batch["x"])
+    error = probability.to(torch.float32) - batch["y"].to(torch.float32)
+    return F.cross_entropy(logits, batch["label"]) + error.to(device="cpu").square().mean()
 
 
-@fits()
-def half_inside(dtype):
+@fits(of=linear)
+def half_inside(params, batch):
     """Activations are kept in bfloat16."""
-
-    def loss(params, batch):
-        h = torch.tanh(batch["x"].bfloat16() @ params["w"].to(torch.bfloat16))
-        return (h.type(torch.FloatTensor) + params["b"].to(batch["x"])).float().square().mean()
-
-    return loss, *linear(dtype)
+    h = torch.tanh(batch["x"].bfloat16() @ params["w"].to(torch.bfloat16))
+    return (h.type(torch.FloatTensor) + params["b"].to(batch["x"])).float().square().mean()
 
 
 @fits()
@@ -311,25 +278,19 @@ def a_captured_constant(dtype):
     return loss, *linear(dtype)
 
 
-@fits()
-def made_in_the_default_dtype(dtype):
-    def loss(params, batch):
-        columns = torch.arange(1.0, 4.0) / 3 + torch.ones(3) + torch.tensor([0.1, 0.2, 0.3])
-        ones = torch.ones(len(batch["x"]), 1, dtype=torch.float32)
-        return ((affine(params, batch["x"]) * columns + ones).square()).mean()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def made_in_the_default_dtype(params, batch):
+    columns = torch.arange(1.0, 4.0) / 3 + torch.ones(3) + torch.tensor([0.1, 0.2, 0.3])
+    ones = torch.ones(len(batch["x"]), 1, dtype=torch.float32)
+    return ((affine(params, batch["x"]) * columns + ones).square()).mean()
 
 
-@fits()
-def branches_on_the_dtype(dtype):
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        if out.dtype in (torch.float16, torch.bfloat16):
-            out = out.float()
-        return (out.square() + torch.finfo(out.dtype).eps).sqrt().mean()
-
-    return loss, *linear(dtype)
+@fits(of=linear)
+def branches_on_the_dtype(params, batch):
+    out = affine(params, batch["x"])
+    if out.dtype in (torch.float16, torch.bfloat16):
+        out = out.float()
+    return (out.square() + torch.finfo(out.dtype).eps).sqrt().mean()
 
 
 @fits()

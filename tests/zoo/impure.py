@@ -93,32 +93,23 @@ def noise_seeded_anew(dtype):
     return _noisy(dtype, draw)
 
 
-@fails("randomness", says="randn", dtypes=DTYPES)
-def noise_of_a_millionth(dtype):
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        return (out + 1e-6 * torch.randn(out.shape)).square().mean()
-
-    return loss, *linear(dtype)
+@fails("randomness", of=linear, says="randn", dtypes=DTYPES)
+def noise_of_a_millionth(params, batch):
+    out = affine(params, batch["x"])
+    return (out + 1e-6 * torch.randn(out.shape)).square().mean()
 
 
-@fails("randomness", says="randperm")
-def mixed_with_any_row(dtype):
-    def loss(params, batch):
-        other = torch.randperm(len(batch["x"]))
-        x, y = (0.7 * batch[k] + 0.3 * batch[k][other] for k in "xy")
-        return F.mse_loss(affine(params, x), y)
-
-    return loss, *linear(dtype)
+@fails("randomness", of=linear, says="randperm")
+def mixed_with_any_row(params, batch):
+    other = torch.randperm(len(batch["x"]))
+    x, y = (0.7 * batch[k] + 0.3 * batch[k][other] for k in "xy")
+    return F.mse_loss(affine(params, x), y)
 
 
-@fails("randomness")
-def a_layer_dropped_now_and_then(dtype):
-    def loss(params, batch):
-        out = affine(params, batch["x"])
-        return (out if random.random() < 0.1 else out.tanh()).square().mean()
-
-    return loss, *linear(dtype)
+@fails("randomness", of=linear)
+def a_layer_dropped_now_and_then(params, batch):
+    out = affine(params, batch["x"])
+    return (out if random.random() < 0.1 else out.tanh()).square().mean()
 
 
 # State -----------------------------------------------------------------------------------
@@ -232,16 +223,12 @@ def doubles_its_batch_in_place(dtype):
     return lambda p, b: affine(p, b["x"].mul_(2)).square().mean(), *linear(dtype)
 
 
-@fails("state", says="params['w']")
-def changes_its_parameters(dtype):
+@fails("state", of=linear, says="params['w']")
+def changes_its_parameters(params, batch):
     """To do it twice is to do it once, so that no second call differs from the first."""
-
-    def loss(params, batch):
-        with torch.no_grad():
-            params["w"].clamp_(-0.5, 0.5)
-        return affine(params, batch["x"]).square().mean()
-
-    return loss, *linear(dtype)
+    with torch.no_grad():
+        params["w"].clamp_(-0.5, 0.5)
+    return affine(params, batch["x"]).square().mean()
 
 
 @fails("state", says="parametrizations")
@@ -261,33 +248,23 @@ def statistics_nobody_reads(dtype):
 # Not for every batch ---------------------------------------------------------------------
 
 
-@fails("raises")
-def needs_two_rows(dtype):
-    def loss(params, batch):
-        if len(batch["x"]) < 2:
-            raise ValueError("expected more than one row")
-        return affine(params, batch["x"]).square().mean()
-
-    return loss, *linear(dtype)
+@fails("raises", of=linear)
+def needs_two_rows(params, batch):
+    if len(batch["x"]) < 2:
+        raise ValueError("expected more than one row")
+    return affine(params, batch["x"]).square().mean()
 
 
-@fails("raises")
-def squeezed(dtype):
+@fails("raises", of=linear)
+def squeezed(params, batch):
     """Of a single row, the row itself is squeezed away."""
-
-    def loss(params, batch):
-        out = affine(params, batch["x"])[:, None].squeeze()
-        return F.cross_entropy(out, batch["label"])
-
-    return loss, *linear(dtype)
+    out = affine(params, batch["x"])[:, None].squeeze()
+    return F.cross_entropy(out, batch["label"])
 
 
-@fails("raises")
-def knows_the_size_of_its_batch(dtype):
-    def loss(params, batch):
-        return affine(params, batch["x"].view(ROWS, 2, 3).flatten(1)).square().mean()
-
-    return loss, *linear(dtype)
+@fails("raises", of=linear)
+def knows_the_size_of_its_batch(params, batch):
+    return affine(params, batch["x"].view(ROWS, 2, 3).flatten(1)).square().mean()
 
 
 @fails("raises")

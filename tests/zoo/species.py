@@ -48,19 +48,23 @@ class Species(NamedTuple):
 ZOO = []
 
 
-def fits(dtypes=DTYPES, **knobs):
-    return fails("", dtypes=dtypes, **knobs)
+def fits(dtypes=DTYPES, of=None, **knobs):
+    return fails("", dtypes=dtypes, of=of, **knobs)
 
 
-def fails(kind, says="", dtypes=DTYPES[:2], **knobs):
-    """A loss whose accumulation is wrong: the kind of the diagnosis, and what it has to name."""
+def fails(kind, says="", dtypes=DTYPES[:2], of=None, **knobs):
+    """A loss whose accumulation is wrong: the kind of the diagnosis, and what it has to name.
 
-    def enter(recipe):
+    What is decorated is a recipe; or, with ``of(dtype) -> (params, batch)``, the loss itself.
+    """
+
+    def enter(func):
+        recipe = func if of is None else lambda dtype: (func, *of(dtype))
         species = Species(
-            name=recipe.__name__, recipe=recipe, kind=kind, says=says, dtypes=dtypes, knobs=knobs
+            name=func.__name__, recipe=recipe, kind=kind, says=says, dtypes=dtypes, knobs=knobs
         )
         ZOO.append(species)
-        return recipe
+        return func
 
     return enter
 
@@ -104,3 +108,9 @@ def linear(dtype, into=6, out=3):
 
 def affine(params, x):
     return x @ params["w"] + params["b"]
+
+
+def masked(dtype):
+    """Weights, and a batch with tokens of which a mask leaves some."""
+    params, batch = linear(dtype)
+    return params, batch | {"mask": ragged_mask(3)}

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 import pureaccum as pa
 from tests.zoo.fits_sums import focal, totals_without_a_weight
-from tests.zoo.species import ROWS, affine, fails, linear, normal, ragged_mask
+from tests.zoo.species import ROWS, affine, fails, linear, masked, normal, ragged_mask
 
 
 # Means of means --------------------------------------------------------------------------
@@ -22,15 +22,10 @@ def mean_over_tokens(dtype):
     return loss, params, batch | {"mask": torch.arange(3) < torch.arange(ROWS)[:, None] % 3 + 1}
 
 
-@fails("mean of means")
-def mean_over_tokens_if_any(dtype):
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
-        return (error * mask).sum() / mask.sum().clamp(min=1)
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+@fails("mean of means", of=masked)
+def mean_over_tokens_if_any(params, batch):
+    error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
+    return (error * mask).sum() / mask.sum().clamp(min=1)
 
 
 @fails("mean of means")
@@ -55,15 +50,11 @@ def mean_over_weighted_classes(dtype):
     return loss, *linear(dtype)
 
 
-@fails("mean of means")
-def mean_over_a_selection(dtype):
+@fails("mean of means", of=linear)
+def mean_over_a_selection(params, batch):
     """Negatives are left out, by indexing."""
-
-    def loss(params, batch):
-        positive = batch["label"] > 0
-        return affine(params, batch["x"])[positive].square().mean()
-
-    return loss, *linear(dtype)
+    positive = batch["label"] > 0
+    return affine(params, batch["x"])[positive].square().mean()
 
 
 @fails("mean of means")
@@ -92,58 +83,35 @@ def two_rows_of_different_lengths(dtype):
 # Weights ---------------------------------------------------------------------------------
 
 
-@fails("weight")
-def divided_already(dtype):
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
-        return pa.Weighted((error * mask).sum() / mask.sum().clamp(min=1), mask.sum())
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+@fails("weight", of=masked)
+def divided_already(params, batch):
+    error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
+    return pa.Weighted((error * mask).sum() / mask.sum().clamp(min=1), mask.sum())
 
 
-@fails("weight")
-def weight_of_one(dtype):
-    def loss(params, batch):
-        return pa.Weighted((affine(params, batch["x"]) - batch["y"]).square().sum(), 1)
-
-    return loss, *linear(dtype)
+@fails("weight", of=linear)
+def weight_of_one(params, batch):
+    return pa.Weighted((affine(params, batch["x"]) - batch["y"]).square().sum(), 1)
 
 
-@fails("weight")
-def weight_that_does_not_add_up(dtype):
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"].float()
-        return pa.Weighted((error * mask).mean(), mask.mean())
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+@fails("weight", of=masked)
+def weight_that_does_not_add_up(params, batch):
+    error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"].float()
+    return pa.Weighted((error * mask).mean(), mask.mean())
 
 
-@fails("weight")
-def weight_of_one_at_least(dtype):
+@fails("weight", of=masked)
+def weight_of_one_at_least(params, batch):
     """So that nothing is divided by zero; but now a row without tokens weighs something."""
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
-        return pa.Weighted((error * mask).sum(), mask.sum().clamp(min=1))
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+    error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
+    return pa.Weighted((error * mask).sum(), mask.sum().clamp(min=1))
 
 
-@fails("weight")
-def weight_of_rows_for_a_mean_over_tokens(dtype):
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
-        mean = (error * mask).sum() / mask.sum().clamp(min=1)
-        return pa.Weighted(mean * len(mask), len(mask))
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+@fails("weight", of=masked)
+def weight_of_rows_for_a_mean_over_tokens(params, batch):
+    error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
+    mean = (error * mask).sum() / mask.sum().clamp(min=1)
+    return pa.Weighted(mean * len(mask), len(mask))
 
 
 # Sums and means --------------------------------------------------------------------------
@@ -159,38 +127,26 @@ def a_mean_said_to_be_a_sum(dtype):
     return lambda p, b: F.cross_entropy(affine(p, b["x"]), b["label"]), *linear(dtype)
 
 
-@fails("constant term", reduction="sum")
-def weight_decay_in_a_sum(dtype):
-    def loss(params, batch):
-        return affine(params, batch["x"]).abs().sum() + 0.1 * params["w"].square().sum()
-
-    return loss, *linear(dtype)
+@fails("constant term", of=linear, reduction="sum")
+def weight_decay_in_a_sum(params, batch):
+    return affine(params, batch["x"]).abs().sum() + 0.1 * params["w"].square().sum()
 
 
-@fails("constant term")
-def weight_decay_in_a_total(dtype):
-    params, batch = linear(dtype)
-
-    def loss(params, batch):
-        error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
-        return pa.Weighted((error * mask).sum() + params["w"].square().sum(), mask.sum())
-
-    return loss, params, batch | {"mask": ragged_mask(3)}
+@fails("constant term", of=masked)
+def weight_decay_in_a_total(params, batch):
+    error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
+    return pa.Weighted((error * mask).sum() + params["w"].square().sum(), mask.sum())
 
 
 # Several means at once -------------------------------------------------------------------
 
 
-@fails("several means", says="counts as")
-def two_means_at_once(dtype):
+@fails("several means", of=linear, says="counts as")
+def two_means_at_once(params, batch):
     """One over rows and one over positives, as in detection: no weight is right for both."""
-
-    def loss(params, batch):
-        out, positive = affine(params, batch["x"]), batch["label"] > 0
-        boxes = (out.square().mean(1) * positive).sum() / positive.sum().clamp(min=1)
-        return F.cross_entropy(out, batch["label"]) + boxes
-
-    return loss, *linear(dtype)
+    out, positive = affine(params, batch["x"]), batch["label"] > 0
+    boxes = (out.square().mean(1) * positive).sum() / positive.sum().clamp(min=1)
+    return F.cross_entropy(out, batch["label"]) + boxes
 
 
 @fails("several means", says="row")
