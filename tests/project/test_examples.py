@@ -25,6 +25,10 @@ def test_every_example_is_short_and_tested():
         assert re.search(rf'"{path.stem}(\.py)?"', tests), f"no test here names {path.name}"
 
 
+def main(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
 def check_language_model(model):
     """Within sqrt(u) of the full batch's gradient; the usual loop is far from it."""
     example = runpy.run_path(str(EXAMPLES / "language_model.py"))
@@ -64,14 +68,13 @@ def test_the_digits_are_learned_and_a_run_goes_on(tmp_path):
 
 @pytest.mark.parametrize("name", ["contrastive", "triplet", "mixture_of_experts"])
 def test_the_examples_of_coupled_losses_learn(name):
-    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
-    first, last = main(steps=8, rows=96)
+    first, last = main(name)(steps=8, rows=96)
     assert last < first
 
 
 def test_tiles_of_a_head_are_the_whole_head():
     """Cut or not, the same is learned, up to sums in another order."""
-    seen = runpy.run_path(str(EXAMPLES / "tiled.py"))["main"](rows=2, length=32, words=64, width=4)
+    seen = main("tiled")(rows=2, length=32, words=64, width=4)
     rounding = torch.finfo(torch.float32).eps ** 0.5
     assert seen["off"] < rounding
     assert seen["losses"] < rounding
@@ -79,7 +82,7 @@ def test_tiles_of_a_head_are_the_whole_head():
 
 def test_samples_with_wrong_labels_are_found():
     """Wrong labels are a tenth: what is said of many more than that is no chance."""
-    seen = runpy.run_path(str(EXAMPLES / "per_sample.py"))["main"](rows=400, steps=40)
+    seen = main("per_sample")(rows=400, steps=40)
     assert seen["found"] > 0.5
     assert seen["against"] > 0.3
     assert 2 * seen["plain"] < seen["clipped"]
@@ -87,21 +90,20 @@ def test_samples_with_wrong_labels_are_found():
 
 def test_samples_that_do_harm_are_found():
     """The system is solved as far as it says, and wrong labels, a tenth, are among the worst."""
-    main = runpy.run_path(str(EXAMPLES / "influence.py"))["main"]
-    seen = main(rows=400, size=50, width=16, steps=40)
+    seen = main("influence")(rows=400, size=50, width=16, steps=40)
     assert seen["off"] <= 1e-6
     assert seen["found"] > 0.5 > 0.2 > seen["chance"]
 
 
 def test_a_network_is_less_sure_where_it_has_seen_nothing():
-    seen = runpy.run_path(str(EXAMPLES / "laplace.py"))["main"](rows=256, width=8, steps=100)
+    seen = main("laplace")(rows=256, width=8, steps=100)
     assert seen["near"] < seen["gap"]
     assert seen["near"] < seen["far"]
     assert seen["off"] < 1e-6
 
 
 def test_a_kernel_tells_images_apart():
-    seen = runpy.run_path(str(EXAMPLES / "ntk.py"))["main"](rows=40, new=20, channels=4)
+    seen = main("ntk")(rows=40, new=20, channels=4)
     assert seen["right"] > 0.5  # by chance a quarter
     assert seen["off"] < torch.finfo(torch.float32).eps ** 0.5
 
@@ -115,7 +117,7 @@ def test_tasks_that_disagree_are_learned_together():
 
 
 def test_fine_tuning_trains_what_it_says():
-    seen = runpy.run_path(str(EXAMPLES / "fine_tuning.py"))["main"](steps=10, rows=96)
+    seen = main("fine_tuning")(steps=10, rows=96)
     assert seen["apart"] < 2**-14  # AdamW divides by the root of small numbers
     assert max(seen["last"], seen["adapted"]) < seen["first"]
 
@@ -134,7 +136,7 @@ def test_meta_learning_learns():
 
 def test_the_toy_of_accelerate_is_trained_exactly():
     """Whole numbers until the last multiplication: the same bits."""
-    weights = runpy.run_path(str(EXAMPLES / "accelerate_toy.py"))["main"]()
+    weights = main("accelerate_toy")()
     assert torch.equal(weights["by 2"], weights["without"])
     assert torch.equal(weights["by 3"], weights["without"])
     assert f"{weights['without'].item():.5f}" == "2.04000"
@@ -142,7 +144,7 @@ def test_the_toy_of_accelerate_is_trained_exactly():
 
 
 def test_amp_training_has_the_numbers_of_the_full_batch(capsys):
-    said = runpy.run_path(str(EXAMPLES / "amp_training.py"))["main"](epochs=1)
+    said = main("amp_training")(epochs=1)
     # input, weights and outputs of two layers, forward and backward, are each rounded to fp16
     rounding = 8 * 2.0**-11
     for name in ("whole batches", "windows of 4"):
@@ -155,7 +157,7 @@ def test_amp_training_has_the_numbers_of_the_full_batch(capsys):
 
 
 def test_batch_norm_is_exact_in_microbatches():
-    off = runpy.run_path(str(EXAMPLES / "batchnorm_exact.py"))["main"](rows=32, size=8)
+    off = main("batchnorm_exact")(rows=32, size=8)
     rounding = torch.finfo(torch.float64).eps ** 0.5
     for name in ("BatchNorm, full batch", "BatchNorm, exact", "GroupNorm"):
         assert max(off[name]) < rounding, name
@@ -166,8 +168,7 @@ def test_batch_norm_is_exact_in_microbatches():
 @pytest.mark.slow
 def test_resnet101_is_exact_in_microbatches():
     """Of one block a group: 13 convolutions."""
-    main = runpy.run_path(str(EXAMPLES / "resnet101.py"))["main"]
-    infos = main(8, 3, layers=(1, 1, 1, 1), width=4, steps=1)
+    infos = main("resnet101")(8, 3, layers=(1, 1, 1, 1), width=4, steps=1)
     whole, parts = infos["8 at once"], infos["3 at a time"]
     summed, exact = infos["3 at a time, summed"], infos["3 at a time, exact"]
     rounding = torch.finfo(torch.float64).eps ** 0.5
@@ -181,9 +182,7 @@ def test_resnet101_is_exact_in_microbatches():
 
 @pytest.mark.slow
 def test_the_methods_are_off_as_the_table_says(capsys):
-    off = runpy.run_path(str(EXAMPLES / "which_method.py"))["main"](
-        rows=8, size=4, length=4, depth=1
-    )
+    off = main("which_method")(rows=8, size=4, length=4, depth=1)
     wide, narrow = (torch.finfo(dtype).eps ** 0.5 for dtype in (torch.float32, torch.bfloat16))
     for name in ("whole batch", "accumulation", "accumulation, clipping", "accumulation, remat"):
         assert off[name] < wide, name
@@ -214,7 +213,7 @@ def test_two_ranks_train_as_one_process():
 def test_the_three_ways_are_off_as_the_readme_says():
     """Ours is off by rounding, the usual loop by as much as the README says."""
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    found = runpy.run_path(str(EXAMPLES / "three_ways.py"))["main"]()
+    found = main("three_ways")()
     assert len(found) == 3
     for case, (ours, usual) in found.items():
         assert ours < 2**-26  # sqrt(u): half of the digits of float64
