@@ -5,6 +5,7 @@ import torch
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.problems import once
 from tests.refusals import refused
 
 
@@ -17,8 +18,7 @@ def loss(w, x):
 
 
 def stepped(**knobs):
-    step = pa.make_step(loss, pa.sgd(0.1), **knobs)
-    return step(step.init(W), X)
+    return once(pa.make_step(loss, pa.sgd(0.1), **knobs), W, X)
 
 
 SIZES = {

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.core.models import MODELS, problem
+from tests.problems import Around
 
 
 pytestmark = pytest.mark.parity
@@ -71,23 +72,18 @@ def test_a_batched_gradient_cannot_be_added_to_an_unbatched_sum():
     assert torch.equal(gradient(torch.add), torch.ones(2, 3))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
-        self.head = nn.Linear(3, 1)
-
-    def forward(self, x, remat=True):
-        h = checkpoint(self.body, x, use_reentrant=False) if remat else self.body(x)
-        return self.head(h)
-
-
 def checkpointed():
-    module = Checkpointed()
-    params = {name: torch.randn_like(p) for name, p in module.named_parameters()}
+    body = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+    lean = lambda x, body, head: head(checkpoint(body, x, use_reentrant=False))  # noqa: E731
+    modules = (
+        Around(lean, body, head := nn.Linear(3, 1)),
+        Around(lambda x, f, g: g(f(x)), body, head),
+    )
+    params = {name: torch.randn_like(p) for name, p in modules[0].named_parameters()}
 
     def loss(params, x, remat=True):
-        return (torch.func.functional_call(module, params, (x, remat)) ** 2).mean()
+        module = modules[0 if remat else 1]
+        return (torch.func.functional_call(module, params, (x,)) ** 2).mean()
 
     return params, torch.randn(5, 3), loss
 
@@ -99,7 +95,7 @@ def test_torch_alone_recomputes_with_the_wrong_parameters():
     grads = torch.autograd.grad(loss(leaves, x), list(leaves.values()))
     right = torch.func.grad(lambda p: loss(p, x, False))(params)
     wrong = dict(zip(leaves, grads, strict=True))
-    assert (wrong["body.0.weight"] - right["body.0.weight"]).norm() > 1e-3
+    assert (wrong["parts.0.0.weight"] - right["parts.0.0.weight"]).norm() > 1e-3
 
 
 def test_a_float16_loss_of_65536_is_infinite():
