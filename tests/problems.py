@@ -62,19 +62,19 @@ def once(step, params, *batch, **knobs):
     return step(step.init(params, **knobs), *batch)
 
 
-def in_parts(acc, params, parts, donate=False):
+def in_parts(acc, params, parts, donate=False, *shared):
     """The state of an accumulator over a stream."""
     state = acc.init(params)
     for part in parts:
-        state = acc.update(state, params, part, donate=donate)
+        state = acc.update(state, params, part, *shared, donate=donate)
     return state
 
 
-def in_a_window(step, state, parts):
+def in_a_window(step, state, parts, *shared):
     """A step over a stream."""
     window = step.begin(state)
     for part in parts:
-        window = step.update(state, window, part)
+        window = step.update(state, window, part, *shared)
     return step.apply(state, window)
 
 

@@ -15,6 +15,7 @@ import pureaccum as pa
 from pureaccum import CoupledLossError
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.problems import in_parts, nobody_was_asked
+from tests.runs import RUNS
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.usefixtures(nobody_was_asked.__name__)]
@@ -52,29 +53,8 @@ def coupled(params, batch):
 # What asks -------------------------------------------------------------------------------
 
 
-def gradients(loss, **knobs):
-    own, rows = params(), batch()
-    return lambda: pa.grad_and_value(loss, microbatch_size=SIZE, **knobs)(own, rows)
-
-
-def value(loss, engine="", **knobs):
-    own, rows = params(), batch()
-    return lambda: pa.value(loss, microbatch_size=SIZE, **knobs)(own, rows)
-
-
-def value_of_stream(loss, engine="", **knobs):
-    own, parts = params(), [*pa.microbatches(batch(), SIZE)]
-    return lambda: pa.value(loss, stream=True, **knobs)(own, parts)
-
-
-def summed(loss, donate=False, **knobs):
-    own, acc = params(), pa.accumulator(loss, **knobs)
-
-    def run():
-        state = in_parts(acc, own, pa.microbatches(batch(), SIZE), donate)
-        return acc.finalize(state, donate=donate)
-
-    return run
+def once_more(name, loss, **knobs):
+    return partial(RUNS[name], loss, params(), batch(), size=SIZE, **knobs)
 
 
 def stepping(loss, stream=False, **knobs):
@@ -91,11 +71,12 @@ def stepping(loss, stream=False, **knobs):
 
 
 WAYS = {
-    "gradients": gradients,
-    "value": value,
-    "value of a stream": value_of_stream,
-    "accumulator": summed,
-    "donated accumulator": partial(summed, donate=True),
+    name: partial(once_more, name)
+    for name in (
+        *("grad_and_value", "value", "value of a stream"),
+        *("accumulator", "donated accumulator"),
+    )
+} | {
     "step": stepping,
     "donated step": partial(stepping, donate=True),
     "stream": partial(stepping, stream=True),

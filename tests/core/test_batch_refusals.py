@@ -5,6 +5,7 @@ A microbatch of a stream needs no rows unless its loss is a mean over them, whic
 
 import warnings
 from collections import UserDict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum._base.torch_internals import VERSION
 from tests.refusals import PARAMS, RECEIVERS, Loss, make_batch, receivers, refused, squares
+from tests.runs import RUNS
 from tests.tables import each_once
 
 
@@ -116,44 +118,23 @@ def scaled(params, batch):
     return (params["b"] * plain(batch["x"])).sum()
 
 
-CUTTING = {
-    "one row": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=1)(PARAMS, b)),
-    "all rows": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=9)(PARAMS, b)),
-    "a list": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=[1, 3])(PARAMS, b)),
-    "auto": ("args[1]", lambda f, b: pa.grad(f, microbatch_size="auto")(PARAMS, b)),
-    "value": ("args[1]", lambda f, b: pa.value(f, microbatch_size=2)(PARAMS, b)),
-    "step": ("batch", lambda f, b: a_step(f, microbatch_size=2)(b)),
-    "samples": ("args[1]", lambda f, b: pa.per_sample_grad(f)(PARAMS, b)),
-    "microbatches": ("batch", lambda f, b: pa.microbatches(b, 2)),
-    "ranks": ("batch", lambda f, b: pa.distributed.shard_batch(b, 0, 2)),
+SUMMED = partial(RUNS["step"], reduction="sum")
+CUTTING = {  # and how it calls its batch
+    "one row": ("args[1]", partial(RUNS["grad"], size=1)),
+    "all rows": ("args[1]", partial(RUNS["grad"], size=9)),
+    "a list": ("args[1]", partial(RUNS["grad"], size=[1, 3])),
+    "auto": ("args[1]", partial(RUNS["grad"], size="auto")),
+    "value": ("args[1]", RUNS["value"]),
+    "step": ("batch", SUMMED),
+    "samples": ("args[1]", partial(RUNS["samples"], size=None)),
+    "microbatches": ("batch", lambda f, p, b: pa.microbatches(b, 2)),
+    "ranks": ("batch", lambda f, p, b: pa.distributed.shard_batch(b, 0, 2)),
 }
-
-
-def a_step(loss, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.1), reduction="sum", **knobs)
-    return lambda batch: step(step.init(PARAMS), batch)[1].loss
-
-
-def a_stream(loss, **knobs):
-    acc = pa.accumulator(loss, reduction="sum", **knobs)
-    return lambda batch: acc.finalize(acc.update(acc.init(PARAMS), PARAMS, batch))[1]
-
-
-def a_stream_of_a_step(loss, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.1), reduction="sum", **knobs)
-    state = step.init(PARAMS)
-    return lambda batch: step.apply(state, step.update(state, step.begin(state), batch))[1].loss
-
-
-def a_value(loss, **knobs):
-    return lambda batch: pa.grad_and_value(loss, reduction="sum", **knobs)(PARAMS, batch)[1]
-
-
 UNCUTTING = {
-    "a value": a_value,
-    "a step": a_step,
-    "a stream": a_stream,
-    "a stream of a step": a_stream_of_a_step,
+    "a value": lambda *given, **k: RUNS["grad_and_value"](*given, **k)[1],
+    "a step": lambda *given, **k: RUNS["step"](*given, **k)[1].loss,
+    "a stream": lambda *given, **k: RUNS["accumulator"](*given, **k)[1],
+    "a stream of a step": lambda *given, **k: RUNS["stream"](*given, **k)[1].loss,
 }
 
 
@@ -162,31 +143,33 @@ def test_a_tensor_that_torch_does_not_split_is_refused(root, run, x, words):
     loss = Loss(scaled)
     first, *rest = words
     with refused(TypeError, f"{root}['x'] {first}", *rest, "microbatch_size=None", loss=loss):
-        run(loss, {"x": x})
+        run(loss, PARAMS, {"x": x})
 
 
 @pytest.mark.parametrize("x", [JAGGED, DENSE.to_sparse()])
 def test_a_tensor_that_torch_does_not_split_is_refused_by_a_compiled_step(x):
     with refused(TypeError, "batch['x'] is a", f"layout {x.layout}", "compile" * x.is_nested):
-        a_step(scaled, microbatch_size=2, compile={"backend": "eager"})({"x": x})
+        RUNS["compiled step"](scaled, PARAMS, {"x": x}, reduction="sum")
 
 
 @each_once("x, whole", {name: x for name, (x, _) in WHOLE.items()}, UNCUTTING)
 def test_a_tensor_that_torch_does_not_split_is_taken_whole(x, whole):
     """By the engine that can: the error of the other one names it, and "auto" takes it."""
-    batch = {"x": x}
+    run = lambda engine: whole(  # noqa: E731
+        scaled, PARAMS, {"x": x}, size=None, reduction="sum", engine=engine
+    )
     compressed = VERSION < (2, 15) and x.layout in COMPRESSED  # since then torch.func takes them
     if (x.is_nested and x.layout != torch.jagged) or compressed:
         with pytest.raises(RuntimeError) as caught:
-            whole(scaled, engine="func")(batch)
+            run("func")
         assert "engine='autograd' can" in "".join(caught.value.__notes__)
-    assert whole(scaled, engine="auto")(batch) == plain(x).sum()
+    assert run("auto") == plain(x).sum()
 
 
 def test_a_nested_tensor_of_other_rows_is_named():
     for nested in (JAGGED, torch.nested.nested_tensor(PARTS)):
         with refused(ValueError, "['y'] has 3 rows (shape (3,)) where", "['x'] has 4 ("):
-            a_step(squares)({"x": nested, "y": torch.ones(3)})
+            SUMMED(squares, PARAMS, {"x": nested, "y": torch.ones(3)}, size=None)
 
 
 @receivers()

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.exactly import same
-from tests.problems import in_parts
 from tests.refusals import (
     PARAMS,
     Loss,
@@ -26,21 +25,19 @@ from tests.refusals import (
     saying,
     squares,
 )
+from tests.runs import RUNS
 from tests.tables import each_once
 
 
 pytestmark = pytest.mark.faults
-KINDS = {kind: kind for kind in ("grad", "stream", "donated stream")}
+KINDS = {kind: kind for kind in ("grad", "accumulator", "donated accumulator")}
 LossOf = Callable[[Tensors, Any], Tensor]
 
 
 def gradient(loss, params, batch, kind="grad", **knobs):
     if kind == "grad":
-        return pa.grad(loss, microbatch_size=2, **knobs)(params, batch)
-    acc = pa.accumulator(loss, **knobs)
-    return acc.finalize(
-        in_parts(acc, params, pa.microbatches(batch, 2), donate=kind == "donated stream")
-    )[0]
+        return RUNS["grad"](loss, params, batch, **knobs)
+    return RUNS[kind](loss, params, batch, **knobs)[0]
 
 
 # Autocast ------------------------------------------------------------------------------

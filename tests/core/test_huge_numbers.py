@@ -5,8 +5,8 @@ import torch
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.problems import once
 from tests.refusals import refused
+from tests.runs import RUNS, runs
 
 
 pytestmark = [pytest.mark.faults]
@@ -17,29 +17,22 @@ def loss(w, x):
     return (w * x).square().mean()
 
 
-def stepped(**knobs):
-    return once(pa.make_step(loss, pa.sgd(0.1), **knobs), W, X)
-
-
 SIZES = {
-    "grad": lambda n: pa.grad(loss, microbatch_size=n)(W, X),
-    "autograd": lambda n: pa.grad(loss, microbatch_size=n, engine="autograd")(W, X),
-    "skip": lambda n: pa.grad_and_value(loss, microbatch_size=n, nonfinite="skip")(W, X),
-    "value": lambda n: pa.value(loss, microbatch_size=n)(W, X),
+    name: lambda n, run=run: run(loss, W, X, size=n)
+    for name, run in runs(
+        *("grad", "autograd", "skip", "value", "step", "compiled step", "samples", "clipped")
+    ).items()
+} | {
     "microbatch": lambda n: pa.microbatch(torch.mul, microbatch_size=n)(W, X),
     "twice": lambda n: torch.func.jacrev(pa.grad(loss, microbatch_size=n))(W, X),
-    "step": lambda n: stepped(microbatch_size=n),
-    "compiled": lambda n: stepped(microbatch_size=n, compile={"backend": "eager"}),
-    "budget": lambda n: stepped(microbatch_size="auto", memory_budget=n),
+    "budget": lambda n: RUNS["step"](loss, W, X, size="auto", memory_budget=n),
     "microbatches": lambda n: list(pa.microbatches({"x": X}, n)),
     "windows": lambda n: list(pa.windows([X, X], n)),
-    "samples": lambda n: pa.per_sample_grad(loss, chunk_size=n)(W, X),
-    "clipped": lambda n: pa.clipped_sum(loss, 1.0, chunk_size=n)(W, X),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [n if n != "compiled" else pytest.param(n, marks=pytest.mark.slow) for n in SIZES]
+    "name", [n if n != "compiled step" else pytest.param(n, marks=pytest.mark.slow) for n in SIZES]
 )
 def test_a_size_may_be_any_number_above_the_rows(name):
     want = SIZES[name](1000)

@@ -1,5 +1,7 @@
 """A loss that returns no loss is refused at its first call, by what it returned."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import pureaccum as pa
 from pureaccum._base.trees import tree_map
 from pureaccum.testing import unchanged
 from tests.refusals import PARAMS, Loss, make_batch, receivers_but, refused, squares
+from tests.runs import RUNS, runs
 from tests.tables import each_once
 
 
@@ -149,30 +152,23 @@ FAIL = {  # where y has 16 rows and x has 4
 }
 
 
-def accumulated(loss, *args, **named):
-    acc = pa.accumulator(loss, has_aux=False)
-    return acc.update(acc.init(args[0]), args[0], tree_map(lambda x: x[:PART], args[1]), *args[2:])
-
-
-def stepped(loss, *args, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=PART, **knobs)
-    return step(step.init(args[0]), *args[1:])
+def first_part(loss, params, batch, *shared):
+    """As a stream gives it."""
+    return RUNS["accumulator"](
+        loss, params, tree_map(lambda x: x[:PART], batch), *shared, size=None
+    )
 
 
 CALLS = {
-    "grad": lambda f, *args: pa.grad(f, microbatch_size=PART)(*args),
-    "by autograd": lambda f, *args: pa.grad_and_value(f, microbatch_size=[PART] * 4, engine="auto")(
-        *args
-    ),
-    "value": lambda f, *args: pa.value(f, microbatch_size=PART)(*args),
-    "accumulator": accumulated,
-    "microbatch": lambda f, *args: pa.microbatch(f, microbatch_size=PART, reduce="sum")(*args),
-    "step": stepped,
-    "keys": lambda f, *args: stepped(lambda *its, keys: f(*its), *args, keys=True),
-    "policy": lambda f, *args: stepped(f, *args, policy=pa.Policy(compute=torch.float64)),
-    "vmap": lambda f, w, *args: torch.func.vmap(
-        lambda w: pa.grad(f, microbatch_size=PART)(w, *args)
-    )(torch.stack([w, w])),
+    name: partial(run, size=PART)
+    for name, run in runs(
+        *("grad", "value", "microbatch", "step", "vmap"),
+        keys=lambda f, *args, **k: RUNS["step"](lambda *its, keys: f(*its), *args, keys=True, **k),
+        policy=partial(RUNS["step"], policy=pa.Policy(compute=torch.float64)),
+    ).items()
+} | {
+    "by autograd": partial(RUNS["grad_and_value"], size=[PART] * 4, engine="auto"),
+    "accumulator": first_part,
     "in one another": lambda f, w, x, y: pa.grad(
         lambda w, x: pa.microbatch(f, microbatch_size=PART, reduce="mean")(w, x, y)
     )(w, x),

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from pureaccum._base.torch_internals import dispatched
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.calls import BoomError
-from tests.problems import Around, Operations, in_a_window, leaf, once, pulled
+from tests.problems import Around, Operations, leaf, once
 from tests.refusals import saying
+from tests.runs import RUNS, by_autograd, runs, total
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
@@ -27,34 +29,29 @@ W = torch.linspace(0.5, 1.5, 4)
 Loss = Callable[[Any, Tensor], Tensor]
 
 
-def step_of(loss, **knobs):
-    return pa.make_step(loss, pa.sgd(0.1), **knobs)
-
-
-def primitive(loss):
-    return pa.microbatch(loss, microbatch_size=2, reduce="sum")
-
-
-def by_autograd(f):
-    return pulled(lambda w: f(w, X), W)
+def budgeted(loss):
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", memory_budget=10**6)
+    return once(step, W, X)
 
 
 CALLS = {
-    "func": lambda f: pa.grad_and_value(f, microbatch_size=2)(W, X),
-    "autograd": lambda f: pa.grad_and_value(f, microbatch_size=2, engine="autograd")(W, X),
-    "whole": lambda f: pa.grad_and_value(f)(W, X),
-    "value": lambda f: pa.value(f, microbatch_size=2)(W, X),
-    "step": lambda f: once(step_of(f, microbatch_size=2), W, X),
-    "stream": lambda f: in_a_window(step := step_of(f), step.init(W), X.split(2)),
-    "budget": lambda f: once(step_of(f, microbatch_size="auto", memory_budget=10**6), W, X),
-    "samples": lambda f: pa.per_sample_grad(f, keep_batch_dim=True, engine="autograd")(W, X),
-    "primitive": lambda f: torch.func.grad(lambda w: primitive(f)(w, X))(W),
-    "backward": lambda f: by_autograd(primitive(f)),
-    "remat": lambda f: by_autograd(pa.remat(f)),
-    "under vmap": lambda f: torch.func.vmap(
-        lambda w: pa.grad(f, microbatch_size=2)(w, X), randomness="same"
-    )(torch.stack([W, 2 * W])),
-}
+    name: lambda f, run=run: run(f, W, X)
+    for name, run in runs(
+        *(
+            "grad_and_value",
+            "autograd",
+            "value",
+            "step",
+            "stream",
+            "primitive",
+            "backward",
+            "remat",
+        ),
+        "vmap",
+        whole=partial(RUNS["grad_and_value"], size=None),
+        samples=partial(RUNS["samples"], size=None, engine="autograd"),
+    ).items()
+} | {"budget": budgeted}
 calls = pytest.mark.parametrize("call", CALLS)
 
 
@@ -226,10 +223,10 @@ def test_a_kind_that_nobody_could_observe_is_observed_the_next_time():
 
 
 def test_a_checkpoint_around_does_not_count_what_the_observed_run_saves():
-    loss = primitive(lambda w, x: (w * x).sin().sum())
+    loss = total(lambda w, x: (w * x).sin().sum())
     w = leaf(W)
     checkpoint(loss, w, X, use_reentrant=False).backward()
-    assert_trees_bitwise_equal(w.grad, by_autograd(loss))
+    assert_trees_bitwise_equal(w.grad, by_autograd(loss, W, X))
 
 
 def test_a_checkpoint_inside_is_recomputed_with_the_right_parameters():

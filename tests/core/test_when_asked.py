@@ -11,7 +11,8 @@ import pureaccum as pa
 from pureaccum import CoupledLossError
 from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.problems import Operations, fits, in_parts, nobody_was_asked, once, together
+from tests.problems import Operations, fits, in_parts, nobody_was_asked, together
+from tests.runs import RUNS
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.usefixtures(nobody_was_asked.__name__)]
@@ -50,15 +51,10 @@ class Noting:
 
 
 def run_of(name, loss, check):
-    x, knobs = rows(12), {"check": check}
-    state = pa.accumulator(fits).init(W)
-    sized = knobs | {"microbatch_size": 4}
-    return {
-        "grad": lambda: pa.grad(loss(), **sized)(W, x),
-        "value": lambda: pa.value(loss(), **sized)(W, x),
-        "update": lambda: pa.accumulator(loss(), **knobs).update(state, W, x[:4]),
-        "step": lambda: once(pa.make_step(loss(), pa.sgd(0.1), **sized), W, x),
-    }[name]
+    x, state = rows(12), pa.accumulator(fits).init(W)
+    if name == "update":
+        return lambda: pa.accumulator(loss(), check=check).update(state, W, x[:4])
+    return lambda: RUNS[name](loss(), W, x, size=4, check=check)
 
 
 NOTING = Noting()
@@ -157,9 +153,8 @@ def compiled(loss, **knobs):
 def uncut(loss, **knobs):
     x = rows(12)
     for size in (None, 12, 20):
-        pa.grad(loss, microbatch_size=size, **knobs)(W, x)
-        pa.value(loss, microbatch_size=size, **knobs)(W, x)
-        once(pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **knobs), W, x)
+        for name in ("grad", "value", "step"):
+            RUNS[name](loss, W, x, size=size, **knobs)
 
 
 NOBODY = {

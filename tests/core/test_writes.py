@@ -1,6 +1,7 @@
 """A loss that writes to what it is given or captures is refused, if it can be before it happens."""
 
 import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.dropped import is_dropped
 from tests.refusals import saying
+from tests.runs import RUNS
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("writes")]
@@ -82,40 +84,23 @@ def loss_of(of, write):
     return loss
 
 
-def _stream(step, of):
-    state = step.init(of.params)
-    window = step.begin(state)
-    for part in pa.microbatches(of.batch, 2):
-        window = step.update(state, window, part)
-    return step.apply(state, window)
-
-
-def _updated(acc, of, donate):
-    return acc.finalize(acc.update(acc.init(of.params), of.params, of.batch, donate=donate))
-
-
 FORMS = {
-    "uncut": lambda f, o, e: pa.grad(f, engine=e)(o.params, o.batch),
-    "cut": lambda f, o, e: pa.grad(f, microbatch_size=2, engine=e)(o.params, o.batch),
-    "skip": lambda f, o, e: pa.grad(f, microbatch_size=2, engine=e, nonfinite="skip")(
-        o.params, o.batch
-    ),
-    "value": lambda f, o, e: pa.value(f, microbatch_size=2)(o.params, o.batch),
-    "value uncut": lambda f, o, e: pa.value(f)(o.params, o.batch),
-    "update": lambda f, o, e: _updated(pa.accumulator(f, engine=e), o, False),
-    "donated": lambda f, o, e: _updated(pa.accumulator(f, engine=e), o, True),
-    "step": lambda f, o, e: (s := pa.make_step(f, pa.sgd(0.1), microbatch_size=4, engine=e))(
-        s.init(o.params), o.batch
-    ),
-    "stream": lambda f, o, e: _stream(pa.make_step(f, pa.sgd(0.1), engine=e), o),
-    "samples": lambda f, o, e: pa.per_sample_grad(
-        f, keep_batch_dim=True, engine={"func": "vmap"}.get(e, e)
-    )(o.params, o.batch),
+    name: lambda f, o, e, run=run: run(f, o.params, o.batch, engine=e)
+    for name, run in {
+        "uncut": partial(RUNS["grad"], size=None),
+        "cut": RUNS["grad"],
+        "skip": RUNS["skip"],
+        "value": RUNS["value"],
+        "value uncut": partial(RUNS["value"], size=None),
+        "update": partial(RUNS["accumulator"], size=None),
+        "donated": partial(RUNS["donated accumulator"], size=None),
+        "step": partial(RUNS["step"], size=4),
+        "stream": RUNS["stream"],
+        "samples": partial(RUNS["samples"], size=None),
+    }.items()
 }
 UNDER = {
-    "vmap": lambda f, o: torch.func.vmap(pa.grad(f, microbatch_size=2), (0, None))(
-        pa.stack([o.params]), o.batch
-    ),
+    "vmap": lambda f, o: RUNS["vmap"](f, o.params, o.batch),
     "grad": lambda f, o: torch.func.grad(
         lambda p: pa.grad(f, microbatch_size=2)(p, o.batch)["w"].sum()
     )(o.params),
