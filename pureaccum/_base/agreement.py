@@ -5,18 +5,13 @@
     else               each rank tells the others in words what it holds, and all raise one error
 
 All ranks see the claims of all, and so they all take the same branch.
-
-Settings live in closures, where nothing shows them: ``settings_of`` reads them there, through
-partials, NamedTuples and functions of this package. A function of the user's own counts by its name
-alone, because what it closes over may differ between ranks.
 """
 
 import ctypes
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from itertools import count
-from types import FunctionType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -262,70 +257,6 @@ def _mixed(tensors: list[Tensor], device: torch.device) -> Tensor:
     mixed = numbers * _factors(len(numbers), device)
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     return (mixed.sum() >> 12).double()  # 52 bits: float64 holds their sum with the 32 of a crc
-
-
-# Settings ------------------------------------------------------------------------------------
-
-
-PACKAGE = __name__.partition(".")[0]
-
-
-def settings_of(thing: Any, name: str) -> dict[str, str]:
-    """What a thing was made with, by name; under its own name stand the functions that made it."""
-    found: dict[str, list[str]] = {}
-    _read(thing, name, name, found, set())
-    return {name: ", ".join(texts) for name, texts in found.items()}
-
-
-def _read(thing: Any, name: str, inside: str, found: dict[str, list[str]], seen: set[int]) -> None:
-    """Note a thing under its name, and its own settings, if it has any, under ``inside``."""
-    if isinstance(thing, (FunctionType, partial)):
-        if id(thing) in seen:  # a function may close over itself
-            return
-        seen.add(id(thing))
-    if isinstance(thing, partial):
-        for part in (thing.func, *thing.args):
-            _read(part, inside, inside, found, seen)
-        _read(thing.keywords, inside, inside, found, seen)
-    elif isinstance(thing, FunctionType):
-        if thing.__module__.partition(".")[0] != PACKAGE:
-            _note(f"{thing.__module__}.{thing.__qualname__}", name, found)
-            return
-        factory, _, made = thing.__qualname__.partition(".<locals>")
-        if made:  # the first function is the one that a user called; it called the others
-            found.setdefault(inside, [factory.lstrip("_")])
-        cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
-        for free, cell in cells:
-            _read(cell.cell_contents, f"{inside}.{free}", inside, found, seen)
-    elif isinstance(thing, Mapping):
-        for key, value in thing.items():
-            if isinstance(key, str):  # other keys belong to what was learned, which is no setting
-                _read(value, f"{inside}.{key}", f"{inside}.{key}", found, seen)
-    elif isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        for field, value in zip(thing._fields, thing, strict=True):  # pyright: ignore
-            _read(value, f"{inside}.{field}", inside, found, seen)
-    elif isinstance(thing, (tuple, list)) and not all(map(_is_plain, thing)):
-        for i, value in enumerate(thing):
-            _read(value, f"{name}[{i}]", f"{name}[{i}]", found, seen)
-    elif isinstance(thing, Tensor):
-        text = thing.item() if thing.ndim == 0 else f"a tensor of shape {tuple(thing.shape)}"
-        _note(str(text), name, found)
-    elif hasattr(thing, "__qualname__"):
-        _note(f"{thing.__module__}.{thing.__qualname__}", name, found)  # pyright: ignore
-    elif not isinstance(thing, torch.device):  # ranks have devices of their own
-        _note(repr(thing) if _is_plain(thing) else f"a {type(thing).__qualname__}", name, found)
-
-
-def _note(text: str, name: str, found: dict[str, list[str]]) -> None:
-    texts = found.setdefault(name, [])
-    if text not in texts:
-        texts.append(text)
-
-
-def _is_plain(thing: Any) -> bool:
-    if isinstance(thing, (tuple, list)):
-        return not hasattr(thing, "_fields") and all(map(_is_plain, thing))
-    return thing is None or isinstance(thing, (bool, int, float, complex, str, torch.dtype))
 
 
 # The bytes of a tensor -------------------------------------------------------------------------

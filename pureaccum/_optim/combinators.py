@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._base.checks import check_number, check_same_structure, read_params, read_tensors
 from .._base.dtensors import any_sharded
+from .._base.settings import note_maker, recorded
 from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import foreach_mul_, may_write
 from .._base.trees import (
@@ -64,6 +65,7 @@ class GradientMap(NamedTuple):
     factor: Callable[[Tensor], Tensor] | None = None
 
 
+@recorded
 def clip_by_global_norm(max_norm: float) -> GradientMap:
     """Scale gradients down to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -120,6 +122,7 @@ def _scaled(grads: list[Tensor], factor: Tensor, donate: bool) -> list[Tensor]:
 # A chain -------------------------------------------------------------------------------------
 
 
+@recorded
 def chain(*parts: Any) -> Optimizer:
     """Put gradient maps before an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
 
@@ -254,7 +257,9 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
             new = unflatten(after, hand_over(tree_leaves(old), tree_leaves(new)))
         return new
 
-    return optimizer_of(optimizer.init, lambda state, params, root: begin)
+    made = optimizer_of(partial(optimizer.init), lambda state, params, root: begin)
+    note_maker(made, plain.__qualname__, {})
+    return made
 
 
 def _has(thing: Any, *methods: str) -> bool:
@@ -269,6 +274,7 @@ def _named(thing: Any) -> str:
 # A partition ---------------------------------------------------------------------------------
 
 
+@recorded
 def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]) -> Optimizer:
     """Give each leaf the optimizer of its label: no weight decay on biases and norms, say.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base.checks import LARGEST_INT, check_choice, check_int, check_number
+from .._base.settings import recorded
 from .schedules import (
     COUNT,
     Schedule,
@@ -28,6 +29,7 @@ from .schedules import (
 )
 
 
+@recorded
 def step_decay(
     peak: float | Tensor, steps: int | Sequence[int], factor: float | Tensor = 0.1
 ) -> Schedule:
@@ -71,6 +73,7 @@ def step_decay(
     return rate
 
 
+@recorded
 def exponential_decay(
     peak: float | Tensor, factor: float | Tensor, steps: int = 1, end: float | Tensor = 0.0
 ) -> Schedule:
@@ -110,6 +113,7 @@ def exponential_decay(
     return rate
 
 
+@recorded
 def one_cycle(
     peak: float | Tensor,
     steps: int,

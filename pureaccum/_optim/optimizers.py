@@ -17,6 +17,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
 from .._base.checks import check_number
+from .._base.settings import recorded
 from .._base.states import loadable
 from .._base.torch_internals import fused_adam, may_be_differentiated
 from .._base.trees import Tree, as_scalar_of, known, moved
@@ -44,6 +45,7 @@ class AdamState(NamedTuple):
     max_exp_avg_sq: Tree  # () without amsgrad
 
 
+@recorded
 def sgd(
     lr: Rate = 1e-3,
     momentum: float = 0.0,
@@ -183,6 +185,7 @@ def _sgd(
     )
 
 
+@recorded
 def adam(
     lr: Rate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -229,6 +232,7 @@ def adam(
     return by_method(_adam(*knobs, decoupled=False))
 
 
+@recorded
 def adamw(
     lr: Rate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),

@@ -25,11 +25,11 @@ from .._base.agreement import (
     between_ranks,
     claim,
     nothing_of,
-    settings_of,
     tied,
 )
 from .._base.checks import read_params
 from .._base.dtensors import refuse_sharded
+from .._base.settings import settings_of
 from .._base.torch_internals import at_top_level, differentiated, differentiating
 from .._base.trees import Tree, flatten, unflatten, zeros_for_sums
 from .._core.buckets import meet

@@ -84,27 +84,27 @@ SETTINGS: dict[str, tuple[Knobs, Knobs, str]] = {
     "betas": (
         adamw(),
         adamw(betas=(0.9, 0.95)),
-        r"optimizer\.beta2 is 0\.999" + on_these(r"0\.95"),
+        r"optimizer\.betas is \(0\.9, 0\.999\)" + on_these(r"\(0\.9, 0\.95\)"),
     ),
     "optimizer": (
         {"optimizer": pa.sgd(0.1)},
         adamw(),
-        "optimizer is sgd on rank.* and adam on rank",
+        "optimizer is sgd on rank.* and adamw on rank",
     ),
     "schedule": (
         {"optimizer": pa.sgd(pa.linear_warmup(0.1, 10))},
         {"optimizer": pa.sgd(pa.linear_warmup(0.1, 20))},
-        r"optimizer\.steps is 10" + on_these("20"),
+        r"optimizer\.lr\.steps is 10" + on_these("20"),
     ),
     "clipping": (
         {"optimizer": pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1))},
         {"optimizer": pa.chain(pa.clip_by_global_norm(2.0), pa.sgd(0.1))},
-        r"optimizer\.maps\[0\]\.max_norm is 1\.0" + on_these(r"2\.0"),
+        r"optimizer\.parts\[0\]\.max_norm is 1\.0" + on_these(r"2\.0"),
     ),
     "torch's settings": (
         {"optimizer": pa.from_torch(torch.optim.RMSprop, lr=0.1)},
         {"optimizer": pa.from_torch(torch.optim.RMSprop, lr=0.1, alpha=0.5)},
-        r"optimizer\.alpha is absent" + on_these(r"0\.5"),
+        r"optimizer\.settings\.alpha is absent" + on_these(r"0\.5"),
     ),
     "loss scale": (
         {},

@@ -1,0 +1,80 @@
+"""What optimizers, schedules and loss scales were made with, so that ranks can compare it.
+
+    @recorded               over a maker: what it returns remembers its name and arguments
+    settings_of(it, name)   those, and of what was made by other makers among them
+
+A function of the user's own counts by its name alone: what it closes over may differ between ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+
+Maker = TypeVar("Maker", bound=Callable[..., Any])
+
+
+def recorded(maker: Maker) -> Maker:
+    """A maker, whose results note_maker what they were made with."""
+    form = signature(maker)
+
+    @wraps(maker)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = maker(*args, **kwargs)
+        bound = form.bind(*args, **kwargs)
+        bound.apply_defaults()
+        note_maker(made, maker.__name__, bound.arguments)
+        return made
+
+    return cast(Maker, make)
+
+
+def note_maker(made: Any, maker: str, settings: Mapping[str, Any]) -> None:
+    """Note who made a function, or a record of functions, and with which settings."""
+    function = made[0] if isinstance(made, tuple) else made
+    function.made_by = maker, dict(settings)
+
+
+def settings_of(thing: Any, name: str) -> dict[str, str]:
+    """What a thing was made with, by name; under its own name stands who made it."""
+    return dict(_read(thing, name))
+
+
+def _read(thing: Any, name: str) -> Iterator[tuple[str, str]]:
+    is_record = isinstance(thing, tuple) and hasattr(thing, "_fields")
+    function: Any = thing[0] if is_record and thing else thing
+    maker, parts = getattr(function, "made_by", ("", {}))
+    if maker:
+        yield name, maker
+        parts = {f".{key}": value for key, value in parts.items()}
+    elif is_record:
+        parts = {f".{key}": value for key, value in zip(thing._fields, thing, strict=True)}  # pyright: ignore
+    elif isinstance(thing, Mapping):
+        parts = {f".{key}": value for key, value in thing.items()}
+    elif isinstance(thing, (tuple, list)) and not all(map(_is_plain, thing)):
+        parts = {f"[{i}]": value for i, value in enumerate(thing)}
+    elif isinstance(thing, partial):
+        parts = {"": thing.func}
+    elif not isinstance(thing, torch.device):  # ranks have devices of their own
+        yield name, _said(thing)
+    for key, value in parts.items():
+        yield from _read(value, f"{name}{key}")
+
+
+def _said(thing: Any) -> str:
+    if isinstance(thing, Tensor):
+        return str(thing.item()) if thing.ndim == 0 else f"a tensor of shape {tuple(thing.shape)}"
+    if _is_plain(thing):
+        return repr(thing)
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_plain(thing: Any) -> bool:
+    if isinstance(thing, (tuple, list)):
+        return not hasattr(thing, "_fields") and all(map(_is_plain, thing))
+    return thing is None or isinstance(thing, (bool, int, float, complex, str, torch.dtype))
