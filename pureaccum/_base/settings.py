@@ -1,6 +1,6 @@
 """What optimizers, schedules and loss scales were made with, so that ranks can compare it.
 
-    @recorded               over a maker: what it returns remembers its name and arguments
+    @records               over a maker: what it returns remembers its name and arguments
     settings_of(it, name)   those, and of what was made by other makers among them
 
 A function of the user's own counts by its name alone: what it closes over may differ between ranks.
@@ -18,7 +18,7 @@ from torch import Tensor
 Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 
-def recorded(maker: Maker) -> Maker:
+def records(maker: Maker) -> Maker:
     """A maker, whose results note_maker what they were made with."""
     form = signature(maker)
 

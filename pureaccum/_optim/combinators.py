@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._base.checks import check_number, check_same_structure, read_params, read_tensors
 from .._base.dtensors import any_sharded
-from .._base.settings import note_maker, recorded
+from .._base.settings import note_maker, records
 from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import foreach_mul_, may_write
 from .._base.trees import (
@@ -65,7 +65,7 @@ class GradientMap(NamedTuple):
     factor: Callable[[Tensor], Tensor] | None = None
 
 
-@recorded
+@records
 def clip_by_global_norm(max_norm: float) -> GradientMap:
     """Scale gradients down to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -75,9 +75,6 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
 
     Args:
         max_norm: The largest norm that passes, above zero.
-
-    Returns:
-        A gradient map, for ``chain``.
 
     Example:
         >>> clip = clip_by_global_norm(1.0)
@@ -122,7 +119,7 @@ def _scaled(grads: list[Tensor], factor: Tensor, donate: bool) -> list[Tensor]:
 # A chain -------------------------------------------------------------------------------------
 
 
-@recorded
+@records
 def chain(*parts: Any) -> Optimizer:
     """Put gradient maps before an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
 
@@ -274,7 +271,7 @@ def _named(thing: Any) -> str:
 # A partition ---------------------------------------------------------------------------------
 
 
-@recorded
+@records
 def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]) -> Optimizer:
     """Give each leaf the optimizer of its label: no weight decay on biases and norms, say.
 
@@ -314,88 +311,86 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         label: as_optimizer(optimizer, f"the optimizer labelled {label!r}")
         for label, optimizer in optimizers.items()
     }
-
-    def labels(spec: optree.PyTreeSpec) -> dict[str, dict[str, int]]:
-        """The leaves of each label, from path to position."""
-        found: dict[str, dict[str, int]] = {}
-        for i, keys in enumerate(spec.paths()):
-            path = ".".join(str(key) for key in keys)
-            label = label_of_path(path)
-            if label not in known:
-                raise ValueError(
-                    f"label_of_path({path!r}) is {label!r}; expected one of {sorted(known)}."
-                )
-            positions = found.setdefault(label, {})
-            if path in positions:
-                one, other = (paths(spec, "params")[j] for j in (positions[path], i))
-                raise ValueError(
-                    f"{one} and {other} have the same path, {path!r}; expected keys whose names, "
-                    "joined by dots, tell leaves apart."
-                )
-            positions[path] = i
-        return found
+    positions = partial(_positions, known, label_of_path)
 
     def init(params: Tree) -> dict[str, Any]:
         """The state of each label before the first step."""
         leaves, spec = read_params(params)
         return {
             label: known[label].init({path: leaves[i] for path, i in at.items()})
-            for label, at in labels(spec).items()
+            for label, at in positions(spec).items()
         }
 
-    def read(state: Any, spec: optree.PyTreeSpec, root: str) -> dict[str, dict[str, int]]:
-        """The leaves of each label, if a state is one of these labels."""
-        of_label = labels(spec)
+    def check(state: Any, params: Flat, root: str) -> Begin:
+        """Check that a state has those of all labels in use, and that they fit these params."""
+        of_label = positions(params[1])
         if not isinstance(state, dict) or set(state) != set(of_label):
             came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
             raise TypeError(
                 f"{root} of partition holds {came}; expected a dict with a state for each label "
                 f"in use, {sorted(of_label)}. A state of another configuration?"
             )
-        return of_label
-
-    def check(state: Any, params: Flat, root: str) -> Begin:
-        """Check that a state has those of all labels in use, and that they fit these params."""
-        of_label = read(state, params[1], root)
         begins = {
             label: known[label].check(state[label], _picked(params[0], at), f"{root}[{label!r}]")
             for label, at in of_label.items()
         }
-        return partial(begin, of_label, begins)
-
-    def begin(
-        of_label: dict[str, dict[str, int]], begins: dict[str, Begin], state: Any, params: Flat
-    ) -> Ready:
-        """The steps of all labels before any is taken: all of them are, or none."""
-        leaves, spec = params
-        begun = {
-            label: begins[label](state[label], _picked(leaves, at))
-            for label, at in of_label.items()
-        }
-        sound = reduce(both_sound, (one.sound for one in begun.values()))
-
-        def step(
-            grads: list[Tensor], applied: Applied, donate: bool, norm: Tensor | None
-        ) -> tuple[Tree, dict[str, Any]]:
-            new = list(leaves)
-            states: dict[str, Any] = {}
-            given_up = [*leaves, *tree_leaves(state)]
-            try:
-                for label, at in of_label.items():
-                    given = _picked(grads, at)[0], applied, donate, None
-                    updated, states[label] = begun[label].apply(*given)
-                    for path, i in at.items():
-                        new[i] = updated[path]
-            except BaseException:
-                if states and donate:  # what the first ones gave up is lost
-                    mark(given_up, Spoiled)
-                raise
-            return unflatten(spec, new), states
-
-        return Ready(sound, step)
+        return partial(_begin_all, of_label, begins)
 
     in_graphs = all(it.in_graphs for it in known.values())
     return optimizer_of(init, check, in_graphs=in_graphs)
+
+
+Positions = dict[str, dict[str, int]]  # of the leaves of each label: from path to position
+
+
+def _positions(
+    labels: Mapping[str, Any], label_of_path: Callable[[str], str], spec: optree.PyTreeSpec
+) -> Positions:
+    found: Positions = {}
+    for i, keys in enumerate(spec.paths()):
+        path = ".".join(str(key) for key in keys)
+        label = label_of_path(path)
+        if label not in labels:
+            raise ValueError(
+                f"label_of_path({path!r}) is {label!r}; expected one of {sorted(labels)}."
+            )
+        before = found.setdefault(label, {})
+        if path in before:
+            one, other = (paths(spec, "params")[j] for j in (before[path], i))
+            raise ValueError(
+                f"{one} and {other} have the same path, {path!r}; expected keys whose names, "
+                "joined by dots, tell leaves apart."
+            )
+        before[path] = i
+    return found
+
+
+def _begin_all(of_label: Positions, begins: dict[str, Begin], state: Any, params: Flat) -> Ready:
+    """The steps of all labels before any is taken: all of them are, or none."""
+    leaves, spec = params
+    begun = {
+        label: begins[label](state[label], _picked(leaves, at)) for label, at in of_label.items()
+    }
+
+    def step(
+        grads: list[Tensor], applied: Applied, donate: bool, norm: Tensor | None
+    ) -> tuple[Tree, dict[str, Any]]:
+        new = list(leaves)
+        states: dict[str, Any] = {}
+        given_up = [*leaves, *tree_leaves(state)]
+        try:
+            for label, at in of_label.items():
+                given = _picked(grads, at)[0], applied, donate, None
+                updated, states[label] = begun[label].apply(*given)
+                for path, i in at.items():
+                    new[i] = updated[path]
+        except BaseException:
+            if states and donate:  # what the first ones gave up is lost
+                mark(given_up, Spoiled)
+            raise
+        return unflatten(spec, new), states
+
+    return Ready(reduce(both_sound, (one.sound for one in begun.values())), step)
 
 
 def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> Flat:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base.checks import LARGEST_INT, check_choice, check_int, check_number
-from .._base.settings import recorded
+from .._base.settings import records
 from .schedules import (
     COUNT,
     Schedule,
@@ -29,7 +29,7 @@ from .schedules import (
 )
 
 
-@recorded
+@records
 def step_decay(
     peak: float | Tensor, steps: int | Sequence[int], factor: float | Tensor = 0.1
 ) -> Schedule:
@@ -73,7 +73,7 @@ def step_decay(
     return rate
 
 
-@recorded
+@records
 def exponential_decay(
     peak: float | Tensor, factor: float | Tensor, steps: int = 1, end: float | Tensor = 0.0
 ) -> Schedule:
@@ -113,7 +113,7 @@ def exponential_decay(
     return rate
 
 
-@recorded
+@records
 def one_cycle(
     peak: float | Tensor,
     steps: int,

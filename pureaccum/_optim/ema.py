@@ -80,7 +80,7 @@ def ema(decay: float | Schedule) -> Ema:
     average: the latest are taken over. So buffers can go along: a tree of both is averaged as
     ``use_buffers=True`` would.
 
-    At top level nothing is recorded. In your own ``torch.compile`` call it under ``no_grad`` where
+    At top level nothing is records. In your own ``torch.compile`` call it under ``no_grad`` where
     parameters require grad: else each average keeps the graph of all before it.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_same_structure, check_state, outside_inference_mode, read_params
-from .._base.settings import recorded
+from .._base.settings import records
 from .._base.states import Spoiled, loadable, mark, taken, with_settings
 from .._base.torch_internals import any_tangent, transform_active
 from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
@@ -40,7 +40,7 @@ class TorchState(NamedTuple):
     group: dict[str, Any]
 
 
-@recorded
+@records
 def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     """Turn an optimizer class of torch, or of anyone who follows torch, into pure functions.
 

@@ -17,7 +17,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
 from .._base.checks import check_number
-from .._base.settings import recorded
+from .._base.settings import records
 from .._base.states import loadable
 from .._base.torch_internals import fused_adam, may_be_differentiated
 from .._base.trees import Tree, as_scalar_of, known, moved
@@ -45,7 +45,7 @@ class AdamState(NamedTuple):
     max_exp_avg_sq: Tree  # () without amsgrad
 
 
-@recorded
+@records
 def sgd(
     lr: Rate = 1e-3,
     momentum: float = 0.0,
@@ -77,9 +77,6 @@ def sgd(
         fused: torch's fused kernel: the fastest, and the one that can leave donated memory as it
             was when a step turns out not to be applied. It differs from the others in the last
             place.
-
-    Returns:
-        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
 
     Example:
         >>> import torch
@@ -113,36 +110,68 @@ def _sgd(
             f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "
             "a momentum above zero and no dampening."
         )
-    knobs: Any = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-    knobs |= {"nesterov": nesterov, "maximize": maximize}
+    rule = _SGD(
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        fused=fused,
+    )
+    settings = rule._asdict()
+    del settings["fused"]
+    return Method(
+        kernel=rule.kernel,
+        runs=rule.runs,
+        formula=rule.formula,
+        fused=fused,
+        lr=lr,
+        state=SGDState,
+        trees=(("momentum", momentum > 0),),
+        owner="sgd",
+        settings=settings,
+    )
 
-    def formula(step: Tensor, rate: Tensor, leaf: Tensor) -> Row:
+
+class _SGD(NamedTuple):
+    """The arithmetic of SGD."""
+
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+    fused: bool
+
+    def formula(self, step: Tensor, rate: Tensor, leaf: Tensor) -> Row:
         rate, count = as_scalar_of(leaf, rate), known(step)
         first = (moved(step, leaf.device) if count is None else count) == 1
+        momentum, undamped = self.momentum, 1 - self.dampening
 
         def row(grad: Tensor, param: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            if maximize:
+            if self.maximize:
                 grad = -grad
-            if weight_decay:
-                grad = grad + weight_decay * param
+            if self.weight_decay:
+                grad = grad + self.weight_decay * param
             if not momentum:
                 return (param - rate * grad,)
             if first is True:
                 buffer = grad.clone()
             else:
-                later = momentum * rest[0] + ((1 - dampening) * grad if dampening else grad)
+                later = momentum * rest[0] + (undamped * grad if self.dampening else grad)
                 buffer = later if first is False else torch.where(first, grad, later)
-            return param - rate * (grad + momentum * buffer if nesterov else buffer), buffer
+            return param - rate * (grad + momentum * buffer if self.nesterov else buffer), buffer
 
         return row
 
-    def runs(step: Tensor, rate: float | Tensor) -> bool:
-        if isinstance(rate, Tensor) and not fused:
+    def runs(self, step: Tensor, rate: float | Tensor) -> bool:
+        if isinstance(rate, Tensor) and not self.fused:
             return False  # the kernel would read it on the host
         # the first gradient is not dampened, and nobody may know whether it is the first
-        return not (momentum and dampening and known(step) is None)
+        return not (self.momentum and self.dampening and known(step) is None)
 
     def kernel(
+        self,
         columns: Columns,
         grads: list[Tensor],
         step: Tensor,
@@ -151,41 +180,21 @@ def _sgd(
         foreach: bool,
     ) -> None:
         params, *rest = columns
-        momenta: list[Any] = [None] * len(params)
-        if rest and known(step) != 1:
-            momenta = rest[0]
-        if foreach and nesterov and not (weight_decay or maximize):
+        later = rest and known(step) != 1
+        momenta: list[Any] = rest[0] if later else [None] * len(params)
+        if foreach and self.nesterov and not (self.weight_decay or self.maximize):
             grads = [x.clone() for x in grads]  # torch adds the momentum to what it is given
-        torch_sgd(
-            params,
-            grads,
-            momenta,
-            foreach=foreach,
-            fused=fused,
-            found_inf=found_inf,
-            lr=_in_float32(rate),
-            **knobs,
-        )
-        if rest and momenta is not rest[0]:
+        settings: Any = self._asdict()
+        settings |= {"foreach": foreach, "found_inf": found_inf, "lr": _in_float32(rate)}
+        torch_sgd(params, grads, momenta, **settings)
+        if rest and not later:
             # where the first step is not applied, the kernel leaves memory as it found it
             stays = None if found_inf is None else found_inf.bool()
             for mine, first in zip(rest[0], momenta, strict=True):
                 mine.copy_(first if stays is None else torch.where(stays, mine, first))
 
-    return Method(
-        kernel=kernel,
-        runs=runs,
-        formula=formula,
-        fused=fused,
-        lr=lr,
-        state=SGDState,
-        trees=(("momentum", momentum > 0),),
-        owner="sgd",
-        settings=knobs,
-    )
 
-
-@recorded
+@records
 def adam(
     lr: Rate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -213,9 +222,6 @@ def adam(
         maximize: Whether to go up.
         fused: torch's fused kernel: see ``sgd``.
 
-    Returns:
-        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
-
     Example:
         >>> import torch
         >>> opt = adam(0.5)
@@ -228,11 +234,11 @@ def adam(
         Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2014;
         `torch.optim.Adam <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html>`_
     """
-    knobs = lr, betas, eps, weight_decay, amsgrad, maximize, fused
-    return by_method(_adam(*knobs, decoupled=False))
+    settings = lr, betas, eps, weight_decay, amsgrad, maximize, fused
+    return by_method(_adam(*settings, decoupled=False))
 
 
-@recorded
+@records
 def adamw(
     lr: Rate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -257,9 +263,6 @@ def adamw(
         maximize: Whether to go up.
         fused: torch's fused kernel: see ``sgd``.
 
-    Returns:
-        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
-
     Example:
         >>> import torch
         >>> opt = adamw(0.5, weight_decay=0.1)
@@ -273,8 +276,8 @@ def adamw(
         <https://arxiv.org/abs/1711.05101>`_, 2017;
         `torch.optim.AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`_
     """
-    knobs = lr, betas, eps, weight_decay, amsgrad, maximize, fused
-    return by_method(_adam(*knobs, decoupled=True))
+    settings = lr, betas, eps, weight_decay, amsgrad, maximize, fused
+    return by_method(_adam(*settings, decoupled=True))
 
 
 def _adam(
@@ -297,11 +300,47 @@ def _adam(
         for i, beta in enumerate(betas)
     )
 
-    def formula(step: Tensor, rate: Tensor, leaf: Tensor) -> Row:
+    rule = _Adam(
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        fused=fused,
+        decoupled=decoupled,
+    )
+    settings = {"weight_decay": weight_decay, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
+    return Method(
+        kernel=rule.kernel,
+        formula=rule.formula,
+        fused=fused,
+        lr=lr,
+        state=AdamState,
+        trees=(("exp_avg", True), ("exp_avg_sq", True), ("max_exp_avg_sq", amsgrad)),
+        owner=owner,
+        settings=settings | {"betas": (beta1, beta2), "decoupled_weight_decay": decoupled},
+    )
+
+
+class _Adam(NamedTuple):
+    """The arithmetic of Adam, or of AdamW where the weight decay is decoupled."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    maximize: bool
+    fused: bool
+    decoupled: bool
+
+    def formula(self, step: Tensor, rate: Tensor, leaf: Tensor) -> Row:
         rate = as_scalar_of(leaf, rate)
         wide = moved(step, leaf.device, torch.float64)
-        first, second = 1 - beta1**wide, 1 - beta2**wide
-        decay = 1 - rate * weight_decay if weight_decay and decoupled else None
+        first, second = 1 - self.beta1**wide, 1 - self.beta2**wide
+        decays = bool(self.weight_decay)
+        decay = 1 - rate * self.weight_decay if decays and self.decoupled else None
         by_first, root_of_second = rate / first.to(rate.dtype), second.sqrt().to(rate.dtype)
         differentiated = may_be_differentiated()
 
@@ -310,33 +349,30 @@ def _adam(
                 new = row(*(torch.view_as_real(x) for x in (grad, param, *rest)))
                 return tuple(torch.view_as_complex(x) for x in new)
             mean, square, *most = rest
-            if maximize:
+            if self.maximize:
                 grad = -grad
             if decay is not None:
                 param = param * decay
-            elif weight_decay:
-                grad = grad + weight_decay * param
-            mean = torch.lerp(mean, grad, 1 - beta1)
-            square = torch.addcmul(beta2 * square, grad, grad, value=1 - beta2)
-            if amsgrad:
+            elif decays:
+                grad = grad + self.weight_decay * param
+            mean = torch.lerp(mean, grad, 1 - self.beta1)
+            square = torch.addcmul(self.beta2 * square, grad, grad, value=1 - self.beta2)
+            if self.amsgrad:
                 most = [torch.maximum(most[0], square)]
-            top = most[0] if amsgrad else square
+            top = most[0] if self.amsgrad else square
             if differentiated:
                 # The root has no derivative at zero, where a meta-gradient would turn into NaN.
                 positive = top > 0
                 root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
             else:
                 root = top.sqrt()
-            denominator = root / root_of_second + eps
+            denominator = root / root_of_second + self.eps
             return param - by_first * mean / denominator, mean, square, *most
 
         return row
 
-    knobs: Any = {"weight_decay": weight_decay, "eps": eps}
-    knobs |= {"amsgrad": amsgrad, "maximize": maximize}
-    of_kernel = knobs | {"beta1": beta1, "beta2": beta2}
-
     def kernel(
+        self,
         columns: Columns,
         grads: list[Tensor],
         step: Tensor,
@@ -346,11 +382,12 @@ def _adam(
     ) -> None:
         params, exp_avg, exp_avg_sq, *most = columns
         columns = [params, grads, exp_avg, exp_avg_sq, most[0] if most else []]
+        settings: Any = self._asdict() | {"found_inf": found_inf}
+        fused, decoupled = settings.pop("fused"), settings.pop("decoupled")
         if fused and len({(x.device, x.dtype) for x in params}) == 1:
             if isinstance(rate, Tensor):
                 rate = moved(rate, params[0].device, torch.float32)
-            steps = [step.float()] * len(params)
-            fused_adam(decoupled, *columns, steps, lr=rate, found_inf=found_inf, **of_kernel)
+            fused_adam(decoupled, *columns, [step.float()] * len(params), lr=rate, **settings)
             return
         # The kernel counts for itself, once for every leaf.
         steps = (step - 1).float().expand(len(params)).clone().unbind()
@@ -360,23 +397,11 @@ def _adam(
             foreach=foreach,
             fused=fused,
             capturable=params[0].device.type != "cpu",
-            found_inf=found_inf,
             has_complex=any(x.is_complex() for x in params),
             decoupled_weight_decay=decoupled,
             lr=_in_float32(rate),
-            **of_kernel,
+            **settings,
         )
-
-    return Method(
-        kernel=kernel,
-        formula=formula,
-        fused=fused,
-        lr=lr,
-        state=AdamState,
-        trees=(("exp_avg", True), ("exp_avg_sq", True), ("max_exp_avg_sq", amsgrad)),
-        owner=owner,
-        settings=knobs | {"betas": (beta1, beta2), "decoupled_weight_decay": decoupled},
-    )
 
 
 def _in_float32(rate: float | Tensor) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._base.checks import LARGEST_INT, as_float, check_int, check_number
-from .._base.settings import recorded
+from .._base.settings import records
 from .._base.trees import known, moved, numbers_in, paths
 
 
@@ -24,7 +24,7 @@ Schedule = Callable[[Tensor], Any]
 COUNT = "a positive int below 2**63, a number of applied steps"
 
 
-@recorded
+@records
 def constant(value: float | Tensor) -> Schedule:
     """Keep one rate for all steps.
 
@@ -45,7 +45,7 @@ def constant(value: float | Tensor) -> Schedule:
     return lambda count: as_rate(value, count)
 
 
-@recorded
+@records
 def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0) -> Schedule:
     """Go from ``start`` at count 0 in a straight line to ``peak`` at ``steps``, and stay there.
 
@@ -74,7 +74,7 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
     return rate
 
 
-@recorded
+@records
 def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) -> Schedule:
     """Go from ``peak`` at count 0 along half a cosine to ``end`` at ``steps``, and stay there.
 
@@ -103,7 +103,7 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
     return rate
 
 
-@recorded
+@records
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Put schedules one after the other: at each boundary the next begins, at its own count 0.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._base.checks import check_int, check_number, check_state
 from .._base.named_leaves import tree_set
-from .._base.settings import recorded
+from .._base.settings import records
 from .._base.states import loadable, with_settings
 from .._base.trees import Tree, accumulation_dtype, as_scalar_of, tree_map
 
@@ -67,7 +67,7 @@ class LossScale(NamedTuple):
     update: Callable[[LossScaleState, Tensor], LossScaleState]
 
 
-@recorded
+@records
 def dynamic_loss_scale(
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
@@ -168,7 +168,7 @@ def dynamic_loss_scale(
     return LossScale(init, _scaled, _unscaled, update)
 
 
-@recorded
+@records
 def static_loss_scale(scale: float) -> LossScale:
     """A scale that never changes; a step with an overflow is still not applied.
 
