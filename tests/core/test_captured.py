@@ -6,13 +6,12 @@ the cause: never another number.
 """
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import pureaccum as pa
@@ -27,7 +26,6 @@ from tests.refusals import saying
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 ROWS = 5
-Body = Callable[[Tensor, Tensor], Tensor]  # (captured, rows) -> rows
 
 
 class Times(torch.autograd.Function):

@@ -110,8 +110,7 @@ def steps(rule, size, wrap, **knobs):
 
 
 def sgd_by_hand(given, batches):
-    params = given.params
-    moment = map_(torch.zeros_like, params)
+    params, moment = given.params, map_(torch.zeros_like, given.params)
     for batch in batches:
         moment = map_(lambda m, g: 0.9 * m + g, moment, grad(quotient)(params, batch))
         params = map_(lambda p, m: p - given.rate * m, params, moment)

@@ -18,6 +18,7 @@ from pureaccum._base.torch_internals import in_backward
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.core.shortage import failing, few_to_collect, inside, shortage
 from tests.draws import examples, generator
+from tests.problems import drawing
 
 
 ROWS = 8
@@ -52,10 +53,6 @@ def mean_loss(params, batch):
 def weighted_aux(params, batch):
     rows = rows_of(params, batch)
     return pa.Weighted((rows**2).sum(), (1 + (rows > 0)).sum()), {"rows": rows}
-
-
-def keyed(params, batch, keys):
-    return mean_loss(params, batch | {"x": pa.dropout(batch["x"], 0.5, keys)})
 
 
 NORMED = pa.functional(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout()))
@@ -102,7 +99,9 @@ MADE = {
         },
         pa.chain(pa.clip_by_global_norm(0.1), pa.sgd(0.1, momentum=0.9)),
     ),
-    "keys": Made(keyed, {"keys": True}),
+    "keys": Made(
+        lambda p, b, keys: mean_loss(p, {"x": pa.dropout(b["x"], 0.5, keys)}), {"keys": True}
+    ),
     "buffers": Made(
         normed,
         {"buffers": "sequential", "check": False},
@@ -111,7 +110,6 @@ MADE = {
     ),
     "cut inside": Made(cut_inside, {}),
 }
-every_step = pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 
 
 @cache
@@ -134,16 +132,12 @@ def check(name, *points, **knobs):
     """A step that runs out of memory at each point, beside one of the size that is left at last."""
     state, batch, made = started(name), make_batch(), MADE[name]
     step = made.step("auto")
-    torch.manual_seed(1)
     with unchanged(state, batch, draws=True), shortage(*points, **knobs) as tries:
-        found = step(state, batch)
+        found = drawing(lambda: step(state, batch), 1)
     assert len(tries.alive) == len(points) + 1
     assert len(set(tries.alive)) == 1, "what a failed try held is alive in the next"
-    after = torch.get_rng_state()
     size = ROWS >> len(points)
-    torch.manual_seed(1)
-    assert_trees_bitwise_equal(found, made.step(size)(state, batch))
-    assert torch.equal(torch.get_rng_state(), after)
+    assert_trees_bitwise_equal(found, drawing(lambda: made.step(size)(state, batch), 1))
 
 
 # Every place --------------------------------------------------------------------------------
@@ -249,16 +243,15 @@ def test_errors_that_say_out_of_memory_are_told(error):
     check("plain", 30, error=lambda: error)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        ValueError("CUDA out of memory."),
-        KeyboardInterrupt(),
-    ],
-    ids=repr,
-)
+OTHERS = [
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ValueError("CUDA out of memory."),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=repr)
 def test_other_errors_are_not_taken_for_out_of_memory(error):
     """The very same error comes out, as it is, after one try."""
     step, state = MADE["plain"].step("auto"), started("plain")
@@ -307,20 +300,17 @@ def test_an_error_that_the_caller_handles_keeps_its_frames():
 # Transforms of torch.func's kind -------------------------------------------------------------
 
 
-def called(kind, size, params, batch):
-    if kind == "value":
-        return pa.value(weighted_aux, True, microbatch_size=size)(params, batch)
-    return getattr(pa, kind)(mean_loss, microbatch_size=size)(params, batch)
-
-
 @pytest.mark.parametrize("kind", ["grad", "grad_and_value", "value"])
 def test_memory_may_run_out_under_transforms(kind):
     params, batch = make_params(), make_batch()
-    torch.manual_seed(1)
+    loss, aux = (weighted_aux, {"has_aux": True}) if kind == "value" else (mean_loss, {})
+
+    def run(size):
+        return getattr(pa, kind)(loss, microbatch_size=size, **aux)(params, batch)
+
     with unchanged(params, batch, draws=True), shortage(12, 20) as tries:
-        found = called(kind, "auto", params, batch)
-    torch.manual_seed(1)
-    assert_trees_bitwise_equal(found, called(kind, 2, params, batch))
+        found = drawing(lambda: run("auto"), 1)
+    assert_trees_bitwise_equal(found, drawing(lambda: run(2), 1))
     assert len(set(tries.alive)) == 1
 
 
