@@ -43,6 +43,27 @@ class Around(nn.Module):
         return self.run(x, *self.parts)
 
 
+def function(forward, backward, old=False, **more):
+    """The Function of a formula and of its gradients, ``backward(cotangent, *inputs)``.
+
+    An old one is as they were before ``setup_context``, which torch.func refuses.
+    """
+
+    def keep(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    def old_forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return forward(*inputs)
+
+    more["forward"] = staticmethod(old_forward if old else forward)
+    more["backward"] = staticmethod(lambda ctx, g: backward(g, *ctx.saved_tensors))
+    if not old:
+        more["setup_context"] = staticmethod(keep)
+    return type("Formula", (torch.autograd.Function,), more)
+
+
 # Runs ------------------------------------------------------------------------------------------
 
 

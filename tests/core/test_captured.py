@@ -20,7 +20,7 @@ from pureaccum.testing.strategies import seeds
 from tests.core.derivatives import DERIVATIVES, FACTORS
 from tests.draws import examples
 from tests.dropped import is_dropped
-from tests.problems import ROOT, end, leaf, normal, pulled
+from tests.problems import ROOT, end, function, leaf, normal, pulled
 from tests.refusals import saying
 
 
@@ -28,43 +28,15 @@ pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 ROWS = 5
 
 
-class Times(torch.autograd.Function):
-    """Of a captured tensor, with all that torch asks of a Function."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(c, x):
-        return c * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        c, x = ctx.saved_tensors
-        return (g * x).sum(0), g * c
-
-    @staticmethod
-    def jvp(ctx, c, x):
-        was, at = ctx.saved_tensors
-        return c * at + was * x
+def tangent(ctx, c, x):
+    was, at = ctx.saved_tensors
+    return c * at + was * x
 
 
-class OldTimes(torch.autograd.Function):
-    """As they were before setup_context; torch.func refuses it."""
-
-    @staticmethod
-    def forward(ctx, c, x):
-        ctx.save_for_backward(c, x)
-        return c * x
-
-    @staticmethod
-    def backward(ctx, g):
-        c, x = ctx.saved_tensors
-        return (g * x).sum(0), g * c
+# Of a captured tensor, with all that torch asks of a Function; and as they were before.
+TIMES = (lambda c, x: c * x), (lambda g, c, x: ((g * x).sum(0), g * c))
+Times = function(*TIMES, generate_vmap_rule=True, jvp=staticmethod(tangent))
+OldTimes = function(*TIMES, old=True)
 
 
 class Layer(nn.Module):
@@ -274,25 +246,6 @@ def test_a_tensor_that_cannot_be_exchanged_is_refused():
         grad(loss)(torch.ones(3))
 
 
-class Product(torch.autograd.Function):
-    """No operation, so that nobody sees what it is given."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(c, x):
-        return (c * x).sum()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        c, x = ctx.saved_tensors
-        return cotangents[0] * x.sum(0), cotangents[0] * c.expand_as(x)
-
-
 def product(c, x):
     return (c * x).sum()
 
@@ -303,6 +256,10 @@ def assigned(c, x):
     return (new * x).sum()
 
 
+# No operation, so that nobody sees what it is given.
+Product = function(
+    product, lambda g, c, x: (g * x.sum(0), g * c.expand_as(x)), generate_vmap_rule=True
+)
 HANDED_ON = {
     "to an assignment": lambda c, w, x: assigned(c, x),
     "to remat": lambda c, w, x: pa.remat(product)(c, x),

@@ -15,7 +15,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.core.models import MODELS, problem
 from tests.draws import examples
-from tests.problems import in_parts, once
+from tests.problems import function, in_parts, once
 from tests.zoo import fits_networks, fits_programs, fits_sums  # noqa: F401
 from tests.zoo.species import ZOO
 
@@ -160,17 +160,7 @@ def test_auto_has_the_bits_of_func_over_the_zoo(species, whole):
         assert_trees_bitwise_equal(auto, func)
 
 
-class Square(torch.autograd.Function):
-    """Without ``setup_context``, so that torch.func refuses it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * ctx.saved_tensors[0] * grad
+Square = function(lambda x: x * x, lambda g, x: 2 * x * g, old=True)  # torch.func refuses it
 
 
 def test_a_step_runs_what_torch_func_refuses_and_goes_through_transforms():
@@ -194,20 +184,8 @@ def test_a_step_runs_what_torch_func_refuses_and_goes_through_transforms():
     assert torch.equal(together.params, torch.stack(each))
 
 
-class Given(torch.autograd.Function):
-    """Its gradient is a view of what it was given."""
-
-    @staticmethod
-    def forward(x, slope):
-        return (x * slope).sum()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.saved_tensors[0].view(-1), None
+# Its gradient is a view of what it was given.
+Given = function(lambda x, slope: (x * slope).sum(), lambda g, x, slope: (slope.view(-1), None))
 
 
 @pytest.mark.parametrize("engine", ["auto", "func", "autograd"])
