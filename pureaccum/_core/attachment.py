@@ -32,6 +32,7 @@ from .._base.trees import continuous
 from .exchange import Backward, recorded_here
 from .gathered import OWN
 from .rule import Pieces, Tensors, jvp, mapped, run, vjp
+from .watch import UnseenError
 
 
 def applied(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -55,7 +56,7 @@ def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> lis
     """
     if graphs_tell():
         if any(map(wants_gradient, outs)):
-            raise FollowedError
+            raise UnseenError
         wrt = [i for i, x in enumerate(operands) if wants_gradient(x)]
         if not (wrt and outs and (torch.is_grad_enabled() or transform_level() is not None)):
             return [*outs]
@@ -78,7 +79,7 @@ class _Attach(Function):
         ctx.f, ctx.n, *tensors = inputs
         ctx.pulled = recorded_here()
         if any(ctx.needs_input_grad[2 + ctx.n :]):
-            raise FollowedError
+            raise UnseenError
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in output if not continuous(x)))
         ctx.save_for_backward(*tensors[: ctx.n])
@@ -93,7 +94,7 @@ class _Attach(Function):
     @staticmethod
     def jvp(ctx: Any, _f: Any, _n: Any, *tangents: Tensor | None) -> Any:  # pyright: ignore
         if any(x is not None for x in tangents[ctx.n :]):
-            raise FollowedError
+            raise UnseenError
         moved = [i for i, t in enumerate(tangents) if t is not None]
         primals = [unpack_dual(x).primal for x in ctx.saved_tensors]
         found = applied(jvp(ctx.f, moved), [*primals, *(tangents[i] for i in moved)])  # pyright: ignore
@@ -191,7 +192,3 @@ def _gradients(
         if (i := wrt[at % len(wrt)]) in pulled.reached:
             grads[i] = grads[i] + g if i in grads else g
     return grads
-
-
-class FollowedError(BaseException):
-    """A transform follows something captured. Only the caller of the function may catch it."""

@@ -332,7 +332,7 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
         make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
         cut_at = check_argnums(knobs.get("batch_argnums", 1), "batch_argnums")
 
-        def run(size: int, *args: Any, **kwargs: Any) -> Any:
+        def run(size: int, /, *args: Any, **kwargs: Any) -> Any:
             return make(**knobs | {"microbatch_size": size})(*args, **kwargs)
 
         def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:

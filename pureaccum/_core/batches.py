@@ -2,6 +2,7 @@
 
     a tensor                                      has one row per sample along dim 0, and is cut
     a list with one entry, no number, per row     is cut like a tensor: texts, say, or records
+    a jagged nested tensor                        is cut between its rows
     all else: None, numbers, strings, objects     goes to every microbatch as it is
 
 A microbatch is a view of some rows; the last one may be shorter; a batch without rows has no
@@ -11,7 +12,7 @@ that holds tensors. A microbatch of a stream is not cut, so nothing in it needs 
 
 import itertools
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -21,18 +22,17 @@ import torch
 
 from .._base.checks import LARGEST_INT, check_int
 from .._base.containers import open_tree
-from .._base.dtensors import any_sharded, rows_over, split_rows
-from .._base.trees import Tree, flatten, paths, unflatten
-from .columns import check_object, column, is_jagged, with_lists
+from .._base.dtensors import NOWHERE, Over, any_sharded, rows_over, split_rows
+from .._base.trees import NAMESPACE, Flat, Tree, flatten, paths, tree_leaves, unflatten
 
 
 _SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
 
 
 class Batch(NamedTuple):
-    """A flattened batch. ``rows`` is None where no tensor tells, or where a ``problem`` says why.
+    """A flattened batch.
 
-    A list with one entry for each row is a leaf.
+    ``rows`` is None where no tensor tells, or where a ``problem`` says why.
     """
 
     leaves: list[Any]
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
 
 
 def read_microbatch(microbatch: Tree, root: str = "batch") -> Batch:
-    """Flatten a microbatch of a stream, of which it is no error that it has no rows.
+    """Flatten a microbatch of a stream.
 
-    Whoever needs them raises what is the matter.
+    Without rows it has a problem, which whoever counts raises.
     """
     try:
         return read_batch(microbatch, root, cut=False)
@@ -84,10 +84,66 @@ def read_batch(batch: Tree, root: str = "batch", dim: int = 0, *, cut: bool = Tr
                 return read_batch(batch, root, dim, cut=cut)
             plain = False
             if not isinstance(leaf, (bool, int, float, complex, str)):
-                check_object(leaf, spec, root, i, cut)
+                _check_object(leaf, spec, root, i, cut)
     if not plain and rows:
-        leaves, spec = with_lists(batch, rows, root, cut)
+        leaves, spec = _with_lists(batch, rows, root, cut)
     return Batch(leaves, spec, rows)
+
+
+def _check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool) -> None:
+    """Refuse what might be rows, and what only one microbatch could read."""
+    name = f"{paths(spec, root)[i]} is a {type(x).__module__}.{type(x).__qualname__}"
+    if hasattr(x, "__array__") or hasattr(x, "__dlpack__"):
+        raise TypeError(
+            f"{name}; a batch holds tensors. An array becomes one that shares its memory by "
+            "torch.as_tensor(x); what all samples share goes in another argument of the function."
+        )
+    if hasattr(x, "__next__"):
+        raise TypeError(
+            f"{name}, an iterator, of which the first microbatch would leave nothing to the "
+            "others. Pass a tensor or a list with one entry per row; a stream of microbatches goes "
+            "to step.window, or to update one by one."
+        )
+    if cut and (held := _held_tensor(x)):
+        raise TypeError(
+            f"{name}, which holds a tensor at {held}, and every microbatch would be given all of "
+            "it. A mapping, a dataclass or a class that is registered in optree under the "
+            f"namespace {NAMESPACE!r} is cut; what all samples share goes in another argument of "
+            "the function."
+        )
+
+
+def _held_tensor(x: Any) -> str:
+    """Where an object holds a tensor: the name of an attribute, or its place."""
+    names = [*getattr(x, "__dict__", ()), *getattr(type(x), "__slots__", ())]
+    for name in names:
+        if any(isinstance(each, torch.Tensor) for each in tree_leaves(getattr(x, name, None))):
+            return f".{name}"
+    # pyright: ignore
+    if isinstance(x, (set, frozenset)) and any(isinstance(each, torch.Tensor) for each in x):
+        return "one of its elements"
+    return ""
+
+
+def _with_lists(batch: Tree, rows: int, root: str, cut: bool) -> Flat:
+    """The batch taken apart, where a list with one entry for each row is a leaf."""
+
+    def is_column(x: Any) -> bool:
+        if type(x) not in (list, tuple) or len(x) != rows:
+            return False
+        numbers = sum(isinstance(each, (int, float, complex)) for each in x)
+        if cut and numbers == rows > 1:
+            leaves, spec = optree.tree_flatten(batch, lambda y: y is x, namespace=NAMESPACE)
+            name = next(p for p, y in zip(paths(spec, root), leaves, strict=True) if y is x)
+            raise ValueError(
+                f"{name} is a {type(x).__name__} of {rows} numbers, as many as there are rows: one "
+                "for each of them? Then make it a tensor, torch.tensor(x). What all samples share "
+                "goes in another argument of the function."
+            )
+        held = any(isinstance(each, torch.Tensor) for each in tree_leaves(x))
+        return not (held or numbers) and None not in x
+
+    return optree.tree_flatten(batch, is_column, namespace=NAMESPACE)
 
 
 def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
@@ -153,8 +209,9 @@ def rows_to_cut(batch: Batch, root: str = "batch", *, one_by_one: bool = False) 
 def _not_cut(x: torch.Tensor, one_by_one: bool) -> tuple[str, str] | None:
     """What a tensor is that torch cannot cut, and what can be cut in its place."""
     if x.is_nested:
-        if is_jagged(x) and not one_by_one:
-            return None
+        is_jagged = x.layout == torch.jagged and x.dim() - x.values().dim() == 1
+        if is_jagged and isinstance(x.size(1), torch.SymInt) and not one_by_one:
+            return None  # its rows lie end to end
         return (
             f"a nested tensor of layout {x.layout}",
             "Pad its rows (x.to_padded_tensor(0.0)), with a mask beside them and Weighted in the "
@@ -172,20 +229,39 @@ def _not_cut(x: torch.Tensor, one_by_one: bool) -> tuple[str, str] | None:
 def cut_batch(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
     """The microbatches of a batch, as views."""
     sizes = sizes_of(batch.rows or 0, size)
-    if any_sharded(batch.leaves):
-        over = rows_over(batch.leaves)
-        columns = [
-            split_rows(x, sizes, over) if isinstance(x, torch.Tensor) else column(x, sizes)
-            for x in batch.leaves
-        ]
-    else:
-        columns = [
-            leaf.split(size)[: len(sizes)]  # torch makes one piece of no rows
-            if isinstance(leaf, torch.Tensor) and not leaf.is_nested
-            else column(leaf, sizes)
-            for leaf in batch.leaves
-        ]
+    over = rows_over(batch.leaves) if any_sharded(batch.leaves) else NOWHERE
+    columns = [
+        leaf.split(size)[: len(sizes)]  # torch makes one piece of no rows
+        if over == NOWHERE and isinstance(leaf, torch.Tensor) and not leaf.is_nested
+        else _pieces(leaf, sizes, over)
+        for leaf in batch.leaves
+    ]
     return map(partial(unflatten, batch.spec), zip(*columns, strict=True))
+
+
+def _pieces(x: Any, sizes: Sequence[int], over: Over) -> Iterable[Any]:
+    """The pieces of a leaf that torch does not split."""
+    if isinstance(x, torch.Tensor) and over != NOWHERE:
+        return split_rows(x, sizes, over)
+    spans = [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+    if isinstance(x, torch.Tensor):
+        return _jagged(x, spans)
+    is_list = type(x) in (list, tuple)
+    return [x[a:b] for a, b in spans] if is_list else itertools.repeat(x, len(sizes))
+
+
+def _jagged(x: Any, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The pieces of a jagged tensor."""
+    values, offsets, lengths = x.values(), x.offsets(), x.lengths()
+    at = offsets.tolist()
+    return [
+        torch.nested.nested_tensor_from_jagged(
+            values[at[a] : at[b]],
+            offsets[a : b + 1] - at[a],
+            None if lengths is None else lengths[a:b],
+        )
+        for a, b in spans
+    ]
 
 
 def cut_at(batch: Batch, start: int, *sizes: int) -> list[tuple[Tree, int, int]]:
@@ -312,65 +388,13 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
 
 def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int, dim: int) -> str:
     first = next(j for j, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-    names = paths(spec, root)
     came, expected = (
-        (x.size(dim), "nested" if x.is_nested else f"shape {tuple(x.shape)}")
-        for x in (leaves[i], leaves[first])
+        f"{x.size(dim)}{rows} ({'nested' if x.is_nested else f'shape {tuple(x.shape)}'})"
+        for x, rows in ((leaves[i], " rows"), (leaves[first], ""))
     )
+    names = paths(spec, root)
     return (
-        f"{names[i]} has {came[0]} rows ({came[1]}) where "
-        f"{names[first]} has {expected[0]} ({expected[1]}); every "
-        f"tensor of a batch has one row per sample along dim {dim}. A tensor that all samples "
-        "share (class weights, a mask of positions) goes in another argument of the function."
+        f"{names[i]} has {came} where {names[first]} has {expected}; every tensor of a batch has "
+        f"one row per sample along dim {dim}. A tensor that all samples share (class weights, a "
+        "mask of positions) goes in another argument of the function."
     )
-
-
-# Streams of batches, such as a loader ----------------------------------------------------------
-
-
-def parts_of_streams(
-    batch: dict[int, Any], size: int | list[int] | None, nothing: str, *, stream: bool
-) -> Iterator[dict[int, Tree]]:
-    """The microbatches of a batch, by the positions of its arguments; or of a stream of batches.
-
-    Where that gives no batch, ``nothing`` says what there is none of, if it is an error.
-    """
-    if stream:
-        for i, its in batch.items():
-            if isinstance(its, (torch.Tensor, Mapping, str)) or not isinstance(its, Iterable):
-                raise TypeError(
-                    f"args[{i}] is a {type(its).__name__}; expected, with stream=True, an iterable "
-                    "of batches, such as a list or a loader. A batch at hand is no stream."
-                )
-        batches = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
-    else:
-        batches = iter([batch])
-    some = False
-    for whole in batches:
-        some = True
-        if size is None:
-            yield whole
-        else:
-            flat = read_batch(whole, "args")
-            rows_to_cut(flat, "args")
-            yield from cut_batch(flat, size)
-    if not some and nothing:
-        raise ValueError(
-            f"the stream gave no batch, and there is no {nothing} of nothing. An iterator that is "
-            "used up? Each call goes through it once, so give what can be gone through again: a "
-            "list, a DataLoader."
-        )
-
-
-def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:
-    """The batches of streams that end together, or an error that says which ended first."""
-    over = object()
-    for n, batches in enumerate(itertools.zip_longest(*streams.values(), fillvalue=over)):
-        ended = [i for i, x in zip(streams, batches, strict=True) if x is over]
-        if ended:
-            goes_on = next(i for i in streams if i not in ended)
-            raise ValueError(
-                f"args[{ended[0]}] has no batch {n}, counted from 0, and args[{goes_on}] has one; "
-                "expected as many batches of each stream. A loader that drops its last batch?"
-            )
-        yield batches

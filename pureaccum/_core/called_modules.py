@@ -10,7 +10,7 @@ in windows.py.
 """
 
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any, ClassVar
@@ -54,15 +54,28 @@ class Ambiguous(Refusing):
 
 
 @contextmanager
+def noting_calls(note: Callable[[torch.nn.Module], None]) -> Generator[None]:
+    """Note each module that this thread is about to call, but for those in a graph."""
+    thread = threading.get_ident()
+
+    def before(module: torch.nn.Module, _args: object) -> None:
+        if not torch.compiler.is_dynamo_compiling() and threading.get_ident() == thread:
+            note(module)
+
+    hook = register_module_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
 def remembering() -> Generator[HeldTensors]:
     """Remember what is held by the modules that are called inside, and by those below them."""
     held: HeldTensors = {}
     places: dict[torch.nn.Module, list[Place]] = {}
-    thread = threading.get_ident()
 
-    def before(module: torch.nn.Module, _args: object) -> None:
-        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != thread:
-            return
+    def note(module: torch.nn.Module) -> None:
         # What is observed is called again, and a shell keeps its tensors.
         if here.observed is not None or module in origins:
             return
@@ -79,11 +92,8 @@ def remembering() -> Generator[HeldTensors]:
                 for x in [x for x in then if then[x] is not now.get(x)]:
                     then[x] = torch.empty(0).as_subclass(Ambiguous)
 
-    watch = register_module_forward_pre_hook(before)
-    try:
+    with noting_calls(note):
         yield held
-    finally:
-        watch.remove()
 
 
 def hold(held: HeldTensors, modes: Modules, roots: Iterable[torch.nn.Module]) -> None:

@@ -157,8 +157,7 @@ def _compared(
     starts, came = _norms(zero), _norms(claims)
     if not any(0 < x < math.inf for x in starts[1:]):
         return None
-    known = [s * x for s, x in zip(sizes[1:], came[1:], strict=True) if x < math.inf]
-    floor, best = unit**0.75 * math.hypot(*known), dict[int, tuple[Miss, Tensor]]()
+    floor, best = _floor(came[1:], sizes[1:], unit), dict[int, tuple[Miss, Tensor]]()
     left = {i for i, x in enumerate(zero) if x.numel()}
     for i, step, half, expected, far, bend in _slopes(f, zero, starts, unit, left):
         missing = float(vector_norm(claims[i] - half))
@@ -196,6 +195,12 @@ def _slopes(
             # No difference follows what is so fast, or not finite.
             if bend <= max(starts[i], size / 4) and not (still and step < _STEPS[-1]):
                 yield i, step, half, size, far, bend
+
+
+def _floor(came: list[float], sizes: list[float], unit: float) -> float:
+    """The rounding of all leaves together, which one that is zero on paper may have."""
+    known = [s * x for s, x in zip(sizes, came, strict=True) if x < math.inf]
+    return unit**0.75 * math.hypot(*known)
 
 
 def _norms(some: Leaves) -> list[float]:

@@ -5,9 +5,10 @@ for part in microbatches of all batches:
 return total / weight, metrics
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +18,15 @@ from .._base.torch_internals import transform_active
 from .._base.trees import Tree, flatten, tree_map, unflatten
 from .arguments import Arguments
 from .auto_size import Size, automatic
-from .batches import Batch, check_sizes, cutting, parts_of_streams, read_microbatch
+from .batches import (
+    Batch,
+    check_sizes,
+    cut_batch,
+    cutting,
+    read_batch,
+    read_microbatch,
+    rows_to_cut,
+)
 from .coupling import LossOfPart, question_of
 from .history import refusing_backward, with_history
 from .layers.order import check_rule
@@ -28,8 +37,8 @@ from .precision import Policy, under
 from .reductions import check_reduce
 from .seams import Rule
 from .weights import NoRowsError
-from .whole_batch import evaluate, read_cut
-from .writes import Given, guarding, known_of
+from .whole_batch import evaluate, question_about, read_cut
+from .writes import Given, Known, guarding, known_of
 
 
 @automatic
@@ -81,78 +90,104 @@ def value(  # noqa: D417
     batches = check_argnums(batch_argnums, "batch_argnums")
     check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
-    known = known_of(func)
     told = advising(func, *batches)
-    run = told if policy is None else _under(policy, told, has_aux)
+    making = Evaluating(
+        run=told if policy is None else _under(policy, told, has_aux),
+        known=known_of(func),
+        batches=batches,
+        size=size,
+        rule=rule,
+        aux_reduction=aux_reduction,
+        check=check,
+    )
+    if stream:
+        over_stream = partial(_over_stream, making)
+        return wraps(func)(refusing_backward(over_stream, "the value over a stream", _GONE))
+    if size is None:
+        return wraps(func)(partial(_at_once, making))
+    return wraps(func)(with_history(partial(_over_batch, making), making.known))
+
+
+class Evaluating(NamedTuple):
+    """What a value is made of: the loss, what is known of it, which arguments are batches."""
+
+    run: Callable[..., Any]  # the loss
+    known: Known
+    batches: tuple[int, ...]
+    size: int | list[int] | None
+    rule: Rule
+    aux_reduction: Tree
+    check: bool
+
+
+def _at_once(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
+    has_aux = making.rule.has_aux
+    with guarding(making.known, _given(args)) as guarded:
+        out = guarded(lambda: making.run(*args, **kwargs))()
+    seen, shape = read(out, has_aux)
+    total, weight, _ = known_to_all_ranks(seen)
+    loss = with_all_terms([mean_of(total, weight)])[0].to(shape.dtype)
+    return (loss, settled(out[1])) if has_aux else loss
+
+
+def _over_batch(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
+    known, rule = making.known, making.rule
+    batch = {i: args[i] for i in positions(making.batches, len(args), "batch_argnums")}
+    cut = read_cut(batch, making.size, rule.has_aux)
+    question = question_about(cut, rule) if making.check else None
+    with guarding(known, _given(args), question=question) as guarded:
+        loss, leaves = _of_part(making, args, kwargs, batch)
+        one, parts = guarded(loss), cut.parts()
+        outs = ((one(leaves, part, rows, ()), rows, counted) for part, rows, counted in parts)
+        with cutting(len(cut.sizes), sized=cut.size is not None):
+            result, aux = evaluate(outs, rule, making.aux_reduction)
+    return (result, aux) if rule.has_aux else result
+
+
+def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
+    known, rule = making.known, making.rule
+    batch = {i: args[i] for i in positions(making.batches, len(args), "batch_argnums")}
+    last: list[Batch] = []
+
+    def outs() -> Iterator[tuple[Any, int, int | None]]:
+        for part in parts_of_streams(batch, making.size, "value", stream=True):
+            last[:] = [its := read_microbatch(part, "args")]
+            given = _given(args), Given("args", its.leaves, its.spec)
+            question = question_of(its, rule) if making.check else None
+            with guarding(known, *given, question=question) as guarded:
+                loss, leaves = _of_part(making, args, kwargs, batch)
+                out = guarded(loss)(leaves, part, its.rows or 0, ())
+            yield out, its.rows or 0, its.rows
+
+    try:
+        result, aux = evaluate(outs(), rule, making.aux_reduction)
+    except NoRowsError as error:
+        raise last[0].problem or error from None
+    return (result, aux) if rule.has_aux else result
+
+
+def _of_part(
+    making: Evaluating, args: tuple[Any, ...], kwargs: Any, batch: dict[int, Any]
+) -> tuple[LossOfPart, list[Any]]:
+    """The loss of a part of the batch arguments and of the leaves of the others, and these."""
+    leaves, spec = flatten({i: x for i, x in enumerate(args) if i not in batch})
 
     def judged(*args: Any, **kwargs: Any) -> Counted:
-        out = run(*args, **kwargs)
-        seen, _ = read(out, has_aux)
+        out = making.run(*args, **kwargs)
+        seen, _ = read(out, making.rule.has_aux)
         keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
         return Counted(out, keep)
 
-    def each_of(
-        args: tuple[Any, ...], kwargs: Any, batch: dict[int, Any]
-    ) -> tuple[LossOfPart, tuple[Any, ...]]:
-        """What the loss returns for a microbatch of the batch arguments; and the other leaves."""
-        leaves, spec = flatten({i: x for i, x in enumerate(args) if i not in batch})
+    def loss(leaves: Sequence[Any], part: Tree, *_: Any) -> Any:
+        filled = unflatten(spec, leaves) | part
+        given = [filled[i] for i in range(len(args))]
+        if not transform_active():
+            return making.run(*given, **kwargs)
+        # A function of one piece, of which nothing is kept.
+        arguments = Arguments.of(given, kwargs)
+        return call_microbatched(judged, arguments, Whole(), making.known, guards=False)
 
-        def one_of(leaves: Sequence[Any], part: Tree, *_: Any) -> Any:
-            whole = unflatten(spec, leaves)
-            given = [part[i] if i in part else whole[i] for i in range(len(args))]
-            if transform_active():  # a function of one piece, of which nothing is kept
-                return call_microbatched(
-                    judged, Arguments.of(given, kwargs), Whole(), known, guards=False
-                )
-            return run(*given, **kwargs)
-
-        return one_of, tuple(leaves)
-
-    def at_once(*args: Any, **kwargs: Any) -> Any:
-        with guarding(known, _given(args)) as guarded:
-            out = guarded(lambda: run(*args, **kwargs))()
-        seen, shape = read(out, has_aux)
-        total, weight, _ = known_to_all_ranks(seen)
-        loss = with_all_terms([mean_of(total, weight)])[0].to(shape.dtype)
-        return (loss, settled(out[1])) if has_aux else loss
-
-    def over_batch(*args: Any, **kwargs: Any) -> Any:
-        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
-        cut = read_cut(batch, size, has_aux)
-        question = None
-        if check and not cut.untouched:
-            question = question_of(cut.batch, rule, cut.sizes[0], len(cut.sizes))
-        with guarding(known, _given(args), question=question) as guarded:
-            loss, leaves = each_of(args, kwargs, batch)
-            one, parts = guarded(loss), cut.parts()
-            outs = ((one(leaves, part, rows, ()), rows, counted) for part, rows, counted in parts)
-            with cutting(len(cut.sizes), sized=cut.size is not None):
-                result, aux = evaluate(outs, rule, aux_reduction)
-        return (result, aux) if has_aux else result
-
-    def over_stream(*args: Any, **kwargs: Any) -> Any:
-        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
-        last: list[Batch] = []
-
-        def outs() -> Iterator[tuple[Any, int, int | None]]:
-            for part in parts_of_streams(batch, size, "value", stream=True):
-                last[:] = [its := read_microbatch(part, "args")]
-                given = _given(args), Given("args", its.leaves, its.spec)
-                question = question_of(its, rule) if check else None
-                with guarding(known, *given, question=question) as guarded:
-                    loss, leaves = each_of(args, kwargs, batch)
-                    out = guarded(loss)(leaves, part, its.rows or 0, ())
-                yield out, its.rows or 0, its.rows
-
-        try:
-            result, aux = evaluate(outs(), rule, aux_reduction)
-        except NoRowsError as error:
-            raise last[0].problem or error from None
-        return (result, aux) if has_aux else result
-
-    if stream:
-        return wraps(func)(refusing_backward(over_stream, "the value over a stream", _GONE))
-    return wraps(func)(at_once if size is None else with_history(over_batch, known))
+    return loss, leaves
 
 
 def _given(args: tuple[Any, ...]) -> Given:
@@ -180,3 +215,54 @@ def _under(policy: Policy, func: Callable[..., Any], has_aux: bool) -> Callable[
         return (tree_map(wide, out[0]), policy.cast_to_output(out[1])) if is_pair(out) else out
 
     return computed
+
+
+# Streams of batches, such as a loader ----------------------------------------------------------
+
+
+def parts_of_streams(
+    batch: dict[int, Any], size: int | list[int] | None, nothing: str, *, stream: bool
+) -> Iterator[dict[int, Tree]]:
+    """The microbatches of a batch, by the positions of its arguments; or of a stream of batches.
+
+    Where that gives no batch, ``nothing`` says what there is none of, if it is an error.
+    """
+    if stream:
+        for i, its in batch.items():
+            if isinstance(its, (Tensor, Mapping, str)) or not isinstance(its, Iterable):
+                raise TypeError(
+                    f"args[{i}] is a {type(its).__name__}; expected, with stream=True, an iterable "
+                    "of batches, such as a list or a loader. A batch at hand is no stream."
+                )
+        batches = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
+    else:
+        batches = iter([batch])
+    some = False
+    for whole in batches:
+        some = True
+        if size is None:
+            yield whole
+        else:
+            flat = read_batch(whole, "args")
+            rows_to_cut(flat, "args")
+            yield from cut_batch(flat, size)
+    if not some and nothing:
+        raise ValueError(
+            f"the stream gave no batch, and there is no {nothing} of nothing. An iterator that is "
+            "used up? Each call goes through it once, so give what can be gone through again: a "
+            "list, a DataLoader."
+        )
+
+
+def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:
+    """The batches of streams that end together, or an error that says which ended first."""
+    over = object()
+    for n, batches in enumerate(zip_longest(*streams.values(), fillvalue=over)):
+        ended = [i for i, x in zip(streams, batches, strict=True) if x is over]
+        if ended:
+            goes_on = next(i for i in streams if i not in ended)
+            raise ValueError(
+                f"args[{ended[0]}] has no batch {n}, counted from 0, and args[{goes_on}] has one; "
+                "expected as many batches of each stream. A loader that drops its last batch?"
+            )
+        yield batches

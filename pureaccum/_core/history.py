@@ -59,7 +59,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def looking(look: Look | None, call: Call, *args: Any, **kwargs: Any) -> Any:
+def looking(look: Look | None, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Call something, and look at what the losses in it return."""
     before = here.look, _here.inside_of
     here.look, _here.inside_of = look, here.backward

@@ -11,6 +11,7 @@ merged by ``merged`` and its kin, wherever they come from: another rank, a file.
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import isfinite
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -226,25 +227,38 @@ def settle(seen: Sequence[Microbatch], rule: Rule) -> tuple[Any, Any, Any]:
 
 
 def _settled_in_tensors(seen: Sequence[Microbatch], rule: Rule) -> tuple[Any, Any, Any]:
-    # Few operations for many entries. A compiler sees to that by itself, and would take the number
-    # of rows for a constant if two of them were compared.
-    alone = torch.compiler.is_dynamo_compiling()
-    if any_sharded([x.value for x in seen]):  # one reduction for all of them
-        values = with_all_terms([x.value for x in seen])
-        seen = [x._replace(value=value) for x, value in zip(seen, values, strict=True)]
-    alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
-    groups = [torch.stack([x.value for x in group]).double() * times for times, group in alike]
-    totals = groups[0] if len(groups) == 1 else torch.cat(groups)
-    # The weights to divide by: a plain sum has none.
-    all_weights = [x.weight for x in seen if x.weighted or rule.reduction == "mean"]
-    known = sum([0.0, *(x for x in all_weights if not isinstance(x, Tensor))])
-    weights = [x for x in all_weights if isinstance(x, Tensor)]
+    totals = _totals(seen)
     total = totals.sum()
-    if weights:
-        weight = torch.stack(weights).sum() + known
-    else:  # a compiler would make a graph for each number of rows
-        weight = torch.full_like(total, known) if alone else known
+    # The weights to divide by: a plain sum has none.
+    weight = _sum([x.weight for x in seen if x.weighted or rule.reduction == "mean"])
+    if torch.compiler.is_dynamo_compiling() and not isinstance(weight, Tensor):
+        weight = torch.full_like(total, weight)  # else there is a graph for each number of rows
     flags = [entry.finite for entry in seen if entry.finite is not None]
     # inf - inf is NaN; a third of the time of isfinite
     nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0
     return total, weight, nonfinite.sum()
+
+
+def _totals(seen: Sequence[Microbatch]) -> Tensor:
+    """The totals of all entries, in few operations.
+
+    A compiler sees to that by itself, and would take the number of rows for a constant if two of
+    them were compared.
+    """
+    values = [x.value for x in seen]
+    if any_sharded(values):
+        values = with_all_terms(values)  # one reduction for all of them
+    pairs = [(x.times, value) for x, value in zip(seen, values, strict=True)]
+    if torch.compiler.is_dynamo_compiling():
+        alike = ((times, [(times, value)]) for times, value in pairs)
+    else:
+        alike = groupby(pairs, key=itemgetter(0))
+    groups = [torch.stack([x for _, x in group]).double() * times for times, group in alike]
+    return groups[0] if len(groups) == 1 else torch.cat(groups)
+
+
+def _sum(weights: Sequence[float | Tensor]) -> float | Tensor:
+    """The sum of weights, of which the host knows some."""
+    known = sum([0.0, *(x for x in weights if not isinstance(x, Tensor))])
+    others = [x for x in weights if isinstance(x, Tensor)]
+    return torch.stack(others).sum() + known if others else known

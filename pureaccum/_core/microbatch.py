@@ -35,7 +35,7 @@ from .._base.torch_internals import (
 )
 from .._base.trees import Tree, continuous, flatten
 from .arguments import Arguments, with_rows_on_host
-from .attachment import FollowedError, attach
+from .attachment import attach
 from .auto_size import by_memory, is_auto
 from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .exchange import inside_of, onlooker
@@ -124,7 +124,7 @@ def microbatch(
     if is_auto(microbatch_size):
         given = partial(microbatch, func, batch_argnums=at, batch_argnames=names)
 
-        def of_size(size: int, *args: Any, **kwargs: Any) -> Tree:
+        def of_size(size: int, /, *args: Any, **kwargs: Any) -> Tree:
             return given(microbatch_size=size, reduce=reduce, dim=dim, keep=keep)(*args, **kwargs)
 
         def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
@@ -255,11 +255,11 @@ def _rerunnable(call: _Call, piece: Piece, tensors: list[Tensor], known: Known) 
         return way(call, piece, tensors, Again(before, known), True)
 
     if here.seeks is None and graphs_tell() and top_level not in known.watched:
-        with suppress(UnseenError, FollowedError):
+        with suppress(UnseenError):
             return attempt(_by_graph)
         known.watched.add(top_level)
         begin()
-    with suppress(UnseenError, FollowedError):
+    with suppress(UnseenError):
         return attempt(_by_watch)
     begin()
     plain = any(x.requires_grad for x in tensors) and not (transform_active() or in_backward())

@@ -38,18 +38,11 @@ from .._base.torch_internals import (
     wants_gradient,
     within,
 )
-from .called_modules import (
-    HeldTensors,
-    Modules,
-    hold,
-    holding,
-    in_modes,
-    replaced_since,
-)
+from .called_modules import HeldTensors, Modules, hold, holding, in_modes, replaced_since
 from .closures import MOST, held_by
 from .watch import Finding, Found, Giving, References, UnseenError, active
 from .weights import is_large
-from .writes import Known
+from .writes import Known, alive
 
 
 Tensors = Sequence[Tensor]
@@ -129,20 +122,19 @@ class Again:
         if held is None and not watched:
             raise UnseenError
         modules, tensors = held or ([], [])
-        called = [x for at in self.known.modules if (x := at()) is not None]
+        called = alive(self.known.modules)
         hold(self.held, self.modules, called + modules)
-        if watched:
-            return
+        if not watched:
+            self.note_others(tensors)
+
+    def note_others(self, held: list[Tensor]) -> None:
+        """Note the captured tensors that are not followed: all that is held but what is."""
         tables = [x for _, table in self.held.values() for x in table.values() if x is not None]
-        captured = [x for at in self.known.captured if (x := at()) is not None]
-        others = {id(x): x for x in (*captured, *tensors, *tables)}
+        others = {id(x): x for x in (*alive(self.known.captured), *held, *tables)}
         if not self.leaves.keys().isdisjoint(self.places.keys() - others.keys()):
             raise UnseenError  # nobody knows whether it was made inside, and is kept there
-        self.others = {
-            at: ref(x)
-            for at, x in others.items()
-            if at not in self.places and not isinstance(x, Refusing)
-        }
+        mine = {at: x for at, x in others.items() if at not in self.places}
+        self.others = {at: ref(x) for at, x in mine.items() if not isinstance(x, Refusing)}
         self.note_versions()
 
     def note_versions(self) -> None:

@@ -179,7 +179,24 @@ class WordParts:
 
     def check(self, x: Any, n: int, i: int, rows: int, dim: int = 0) -> None:
         """Raise where word ``n`` cannot reduce leaf ``i`` below it, or would broadcast it."""
-        word, like, its, wrong = self.looks[n].word, self.looks[n].leaves[i], self.look(x), ""
+        word, like, its = self.looks[n].word, self.looks[n].leaves[i], self.look(x)
+        self.check_alone(x, its, n, i, rows, dim)
+        if word == "last" or not (isinstance(its, Look) and isinstance(like, Look)):
+            return
+        shape, before = [*its.shape], [*like.shape]
+        if word == "concat" and len(shape) == len(before):
+            del shape[dim], before[dim]
+        kind = "shape" if shape != before else "" if its.dtype == like.dtype else "dtype"
+        if kind == "shape" or (kind and not self.stacked):
+            raise ValueError(
+                f"{self.name_of(n, i)} has {kind} {getattr(its, kind)} after {getattr(like, kind)} "
+                f"in a microbatch before, and {self.knob}={word!r} needs one {kind}. A leaf with "
+                "one row per sample takes 'concat'."
+            )
+
+    def check_alone(self, x: Any, its: Any, n: int, i: int, rows: int, dim: int) -> None:
+        """Raise where the word cannot reduce such a leaf, whatever it was before; ``its`` look."""
+        word, wrong = self.looks[n].word, ""
         if word in ("concat", "stack") and not isinstance(its, Look):
             wrong = f"is a {type(x).__name__}"
         elif word == "concat":
@@ -198,18 +215,6 @@ class WordParts:
             raise TypeError(
                 f"{self.name_of(n, i)} is a {type(x).__name__}, which has no {word}; name 'last' "
                 f"for it in {self.knob}."
-            )
-        if word == "last" or not (isinstance(its, Look) and isinstance(like, Look)):
-            return
-        shape, before = [*its.shape], [*like.shape]
-        if word == "concat" and len(shape) == len(before):
-            del shape[dim], before[dim]
-        kind = "shape" if shape != before else "" if its.dtype == like.dtype else "dtype"
-        if kind == "shape" or (kind and not self.stacked):
-            raise ValueError(
-                f"{self.name_of(n, i)} has {kind} {getattr(its, kind)} after {getattr(like, kind)} "
-                f"in a microbatch before, and {self.knob}={word!r} needs one {kind}. A leaf with "
-                "one row per sample takes 'concat'."
             )
 
     def name_of(self, n: int, i: int) -> str:

@@ -135,7 +135,6 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward |
             piece = partial(outs_of, p, group)
             if transform_level() is None and not f.composes:
                 sums = pieces.gathered[len(found) : len(found) + len(wrt)]
-                cuts = f.form.operands
                 grads, keeps = _pulled_by_autograd(piece, given, cuts, wrt, cs, group, sums)
             else:
                 grads, keeps = _pulled_by_transform(piece, given, wrt, cs, group)
@@ -144,21 +143,16 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward |
             found += [nothing_like(given[i]) if g is None else g for i, g in pairs]
         return found, keeps
 
+    cuts, outs = f.form.operands, f.form.outs
+    cotangents: list[Cut] = [WHOLE if outs[i] == "last" else outs[i] for i in used]
+    grads: list[Cut] = [WHOLE if cuts[i] == OWN else cuts[i] for i in wrt]
     form = Form(
-        operands=(*f.form.operands, *(_of_cotangent(f.form.outs[i]) for i in used)),
-        outs=tuple(_of_gradient(f.form.operands[i]) for _ in groups for i in wrt),
+        operands=(*cuts, *cotangents),
+        outs=tuple(grads * len(groups)),
         groups=tuple(group for group in groups for _ in wrt),
     )
     pieces = Pieces(call, form, f.sizes, composes=f.composes)
     return pieces
-
-
-def _of_cotangent(how: Cut) -> Cut:
-    return WHOLE if how == "last" else how
-
-
-def _of_gradient(how: Cut) -> Cut:
-    return WHOLE if how == OWN else how
 
 
 def selected(x: Tensor, keeps: Keeps, group: int) -> Tensor:
@@ -215,30 +209,37 @@ def _pulled_by_autograd(
 
     Large gradients are added to their sums as they come: no two of a piece exist at once.
     """
-    own = [how == OWN for how in cuts]
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
-        anew = [x.view_as(x) for x in given] if record else without_history(given)
-        inputs = [x if is_own else y for x, y, is_own in zip(given, anew, own, strict=True)]
-        xs = [inputs[i] for i in wrt]
-        for x, i in zip(xs, wrt, strict=True):
-            if not (x.requires_grad or own[i]):  # nobody else's
-                x.requires_grad_()
+        inputs = _recorded_anew(given, cuts, wrt, record)
         outs, keeps = f(inputs)
-    adding: dict[int, Gathered] = {}
+    xs = [inputs[i] for i in wrt]
+    adding: list[int] = []
     if not record:  # what is recorded is not written to, and what is captured is not large
-        large = [n for n, x in enumerate(xs) if is_large(x)]
-        adding = {n: sums[n] for n in large if sums[n].sums and not own[wrt[n]]}
+        adding = [n for n, so_far in enumerate(sums) if so_far.sums and is_large(xs[n])]
+        adding = [n for n in adding if cuts[wrt[n]] != OWN]
 
     def add(so_far: Gathered, g: Tensor) -> Tensor:
         so_far.add(selected(g, keeps, group))
         so_far.ahead = True
         return nothing_like(g)
 
-    for n, so_far in adding.items():
-        xs[n].register_hook(partial(add, so_far))
+    for n in adding:
+        xs[n].register_hook(partial(add, sums[n]))
     pairs = enumerate(_pulled(outs, xs, cotangents, record, record))
     return [g if g is None or n in adding else selected(g, keeps, group) for n, g in pairs], keeps
+
+
+def _recorded_anew(
+    given: Tensors, cuts: Sequence[Cut], wrt: Sequence[int], record: bool
+) -> list[Tensor]:
+    """The operands of a piece with a graph of its own; what is captured is used as it is."""
+    anew = [x.view_as(x) for x in given] if record else without_history(given)
+    inputs = [x if how == OWN else y for x, y, how in zip(given, anew, cuts, strict=True)]
+    for i in wrt:
+        if not (inputs[i].requires_grad or cuts[i] == OWN):  # nobody else's
+            inputs[i].requires_grad_()
+    return inputs
 
 
 def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:

@@ -111,7 +111,7 @@ def grad_and_value(
     known = known_of(func)
     told = advising(func, *batches, wrt=wrt)
 
-    def by_rule(rule: Rule, *args: Any, **kwargs: Any) -> Any:
+    def by_rule(rule: Rule, /, *args: Any, **kwargs: Any) -> Any:
         at = positions(wrt, len(args), "argnums")
         cut_at = positions(batches, len(args), "batch_argnums")
         check_disjoint(at, cut_at)

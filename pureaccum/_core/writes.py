@@ -24,7 +24,6 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import optree
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
 from .._base.deterministic import draws
@@ -45,7 +44,7 @@ from .._base.torch_internals import (
     written_by,
 )
 from .._base.trees import paths, tree_leaves
-from .called_modules import origins
+from .called_modules import noting_calls, origins
 from .coupling import Answer, Inquiry, Question, answers_of, may_be_asked
 
 
@@ -151,6 +150,11 @@ def remember(known: Known, *given: Given) -> None:
     known.kinds.add(_kind(known, given))
 
 
+def alive(references: list[ReferenceType[Any]]) -> list[Any]:
+    """What is still there of what is referred to."""
+    return [x for at in references if (x := at()) is not None]
+
+
 def _itself(loss: Any, _tried: Any = None) -> Any:
     return loss
 
@@ -189,8 +193,8 @@ class _Guard:
             if now != self.before:
                 pairs = zip(now, self.before, self.tensors, strict=True)
                 x = next(x for a, b, x in pairs if a != b)
-                modules = [module for at in self.known.modules if (module := at()) is not None]
-                name = _names(self.given).get(memory_of(local(x))) or _named(x, modules)
+                name = _names(self.given).get(memory_of(local(x)))
+                name = name or _named(x, alive(self.known.modules))
                 raise LateWriteError(_sentence("has written to", name))
 
     def begin(self) -> None:
@@ -233,8 +237,7 @@ class _Guard:
             if not due:
                 self.asks = False
                 return loss(*args)
-            modules = [x for at in known.modules if (x := at()) is not None]
-            self.inquiry = Inquiry(question, answer, known.draws, modules)
+            self.inquiry = Inquiry(question, answer, known.draws, alive(known.modules))
         return self.inquiry(loss, args)
 
     def note(self) -> None:
@@ -287,11 +290,8 @@ def _goes_well(
     """Whether a run is observed without an error; what it gives is dropped."""
     devices = {x.device for each in given for x in each.leaves if isinstance(x, Tensor)}
     observer = _Observer(known, _names(given))
-    noting = register_module_forward_pre_hook(observer.note)
-    try:
+    with noting_calls(observer.note):
         out, end = observed(run, devices, observer.before, observer.see)
-    finally:
-        noting.remove()
     if observer.refused:  # even if the loss has caught it
         raise observer.refused[0]
     if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
@@ -312,7 +312,7 @@ class _Observer:
     """What a loss does, operation by operation: one that would write to what is lent is refused."""
 
     def __init__(self, known: Known, names: dict[Any, str]) -> None:
-        self.known, self.names, self.thread = known, names, threading.get_ident()
+        self.known, self.names = known, names
         self.modules: dict[nn.Module, None] = {}
         self.themselves: dict[nn.Module, None] = {}
         self.trained: list[nn.Module] = []  # those that are called with parameters of their own
@@ -340,8 +340,8 @@ class _Observer:
         made = (memory_of(local(x)) for x in tree_leaves(out) if isinstance(x, Tensor))
         self.ours.update(memory for memory in made if memory not in self.alive)
 
-    def note(self, module: nn.Module, _: object) -> None:
-        if threading.get_ident() == self.thread and not is_compiled_module(module):
+    def note(self, module: nn.Module) -> None:
+        if not is_compiled_module(module):
             self.modules.setdefault(origins.get(module, module))
             if module not in origins:
                 if vars(module)[BUFFERS]:

@@ -35,8 +35,9 @@ from .._base.torch_internals import at_top_level, in_backward, may_write, transf
 from .._base.trees import Tree, flatten, paths, unflatten
 from .._core.accumulator import accumulator
 from .._core.auto_size import is_auto
-from .._core.batches import check_size, cut_batch, parts_of_streams, read_batch
+from .._core.batches import check_size, cut_batch, read_batch
 from .._core.differences import Miss, SecondOrder, misses
+from .._core.evaluation import parts_of_streams
 from .._core.exchange import exchange
 from .._core.history import refusing_backward, with_history
 from .._core.loss import Reduction, read
