@@ -5,7 +5,7 @@ once. A state that was not donated never changes.
 """
 
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -48,7 +47,7 @@ class Kept(NamedTuple):
     bits: pa.AccumState
 
 
-def kept(state: pa.AccumState, terms: list[Term]) -> Kept:
+def kept(state, terms):
     return Kept(state, terms, copied(state))
 
 
@@ -59,17 +58,17 @@ microbatches = st.lists(row, max_size=3)
 class Accumulation(RuleBasedStateMachine):
     states = Bundle("states")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.live: list[Kept] = []
+        self.live = []
 
     @initialize(
         target=states,
         w=st.tuples(*[st.integers(-15, 15)] * 3),
         engine=st.sampled_from(["func", "autograd"]),
     )
-    def begin(self, w: tuple[int, ...], engine: Any) -> Kept:
-        def loss(params: Any, x: Tensor, m: Tensor) -> pa.Weighted:
+    def begin(self, w, engine):
+        def loss(params, x, m):
             return pa.Weighted((m * (x @ params["w"]) ** 2).sum(), m.sum())
 
         self.w = w
@@ -79,11 +78,11 @@ class Accumulation(RuleBasedStateMachine):
         )
         return self.remember(self.acc.init(self.params), [])
 
-    def remember(self, state: pa.AccumState, terms: list[Term]) -> Kept:
+    def remember(self, state, terms):
         self.live.append(kept(state, terms))
         return self.live[-1]
 
-    def microbatch(self, rows: list[Any], poison: str) -> tuple[tuple[Tensor, Tensor], Term]:
+    def microbatch(self, rows, poison):
         x = torch.tensor([r for r, _ in rows]).reshape(-1, 3).float()
         m = torch.tensor([m for _, m in rows], dtype=torch.float32)
         weight = sum(m for _, m in rows)
@@ -102,7 +101,7 @@ class Accumulation(RuleBasedStateMachine):
     @rule(
         target=states, kept=states, rows=microbatches, poison=st.sampled_from(["no"] * 3 + ["nan"])
     )
-    def update(self, kept: Kept, rows: list[Any], poison: str) -> Kept:
+    def update(self, kept, rows, poison):
         args, term = self.microbatch(rows, poison)
         return self.remember(self.acc.update(kept.state, self.params, *args), [*kept.terms, term])
 
@@ -112,36 +111,36 @@ class Accumulation(RuleBasedStateMachine):
         rows=microbatches,
         poison=st.sampled_from(["no"] * 3 + ["inf"]),
     )
-    def update_donated(self, kept: Kept, rows: list[Any], poison: str) -> Kept:
+    def update_donated(self, kept, rows, poison):
         args, term = self.microbatch(rows, poison)
         new = self.acc.update(kept.state, self.params, *args, donate=True)
         self.gone(kept)
         return self.remember(new, [*kept.terms, term])
 
     @rule(target=states, a=states, b=states)
-    def merge(self, a: Kept, b: Kept) -> Any:
+    def merge(self, a, b):
         if len(a.terms) + len(b.terms) > MOST:
             return multiple()
         return self.remember(self.acc.merge(a.state, b.state), a.terms + b.terms)
 
     @rule(kept=states)
-    def finalize(self, kept: Kept) -> None:
+    def finalize(self, kept):
         self.check_result(*self.acc.finalize(kept.state), kept.terms)
 
     @rule(kept=consumes(states))
     @precondition(lambda self: len(self.live) > 1)
-    def finalize_donated(self, kept: Kept) -> None:
+    def finalize_donated(self, kept):
         result = self.acc.finalize(kept.state, donate=True)
         self.gone(kept)
         self.check_result(*result, kept.terms)
 
-    def gone(self, kept: Kept) -> None:
+    def gone(self, kept):
         self.live = [other for other in self.live if other.state is not kept.state]
         for leaf in (kept.state.grads["w"], *kept.state[1:]):
             with pytest.raises(RuntimeError, match="given up with donate=True"):
                 leaf + 1
 
-    def check_result(self, grads: Any, value: Tensor, terms: list[Term]) -> None:
+    def check_result(self, grads, value, terms):
         weight = sum(term.weight for term in terms)
         if weight == 0:
             assert torch.equal(grads["w"], torch.zeros(3))
@@ -154,7 +153,7 @@ class Accumulation(RuleBasedStateMachine):
             assert abs(Fraction(got) - exact) <= abs(exact) / 2**24
 
     @invariant()
-    def every_state_is_what_it_should_be(self) -> None:
+    def every_state_is_what_it_should_be(self):
         for state, terms, bits in self.live:
             assert_trees_bitwise_equal(state, bits)
             sums = [sum(term.grad[i] for term in terms) for i in range(3)]

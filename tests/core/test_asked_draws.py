@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +22,12 @@ NUMPY = np.random.default_rng(0)
 LSTM = nn.LSTM(3, 3, 2, batch_first=True, dropout=0.5)
 
 
-def images(n: int) -> Tensor:
+def images(n):
     return torch.ones(n, 2, 5, 5)
 
 
 Draw = Callable[[int], Tensor]  # numbers for so many rows
-OF_TORCH: dict[str, Draw] = {
+OF_TORCH = {
     "rand": lambda n: torch.rand(n),
     "randn": lambda n: torch.randn(n, 2),
     "randn_like": lambda n: torch.randn_like(torch.ones(n)),
@@ -65,7 +64,7 @@ OF_TORCH: dict[str, Draw] = {
     "fractional pooling": lambda n: F.fractional_max_pool2d(images(n), 2, output_size=2),
     "truncated normal": lambda n: nn.init.trunc_normal_(torch.empty(n)),
 }
-OF_ITS_OWN: dict[str, Draw] = {
+OF_ITS_OWN = {
     "normal_": lambda n: torch.empty(n).normal_(generator=OWN),
     "bernoulli": lambda n: torch.bernoulli(torch.full((n,), 0.3), generator=OWN),
     "normal": lambda n: torch.normal(torch.zeros(n), 1.0, generator=OWN),
@@ -75,7 +74,7 @@ OF_ITS_OWN: dict[str, Draw] = {
     "randint": lambda n: torch.randint(0, 5, (n,), generator=OWN),
     "randperm": lambda n: torch.rand(n, 4)[:, torch.randperm(4, generator=OWN)],
 }
-NOT_OF_TORCH: dict[str, Draw] = {
+NOT_OF_TORCH = {
     "numpy": lambda n: torch.from_numpy(np.random.randn(n)).float(),
     "Python, for each row": lambda n: torch.tensor([random.random() for _ in range(n)]),
     "Python, at each call": lambda n: torch.full((n,), random.random()),
@@ -84,18 +83,18 @@ NOT_OF_TORCH: dict[str, Draw] = {
 FACTORIES = ("rand", "randn", "randint", "randperm")
 
 
-def noisy(params: Any, batch: Any, draw: Draw) -> Tensor:
+def noisy(params, batch, draw):
     x = batch["x"]
     return (x @ params["w"] + draw(len(x)).float().reshape(len(x), -1).sum(1)) ** 2
 
 
-def ask(draw: Draw, masked: bool, calls: int = 8) -> None:
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # these are one loss
+def ask(draw, masked, calls=8):
+    coupling._answers.clear()  # these are one loss
     params = {"w": torch.tensor([0.5, -1.0, 0.25])}
     mask = torch.tensor([1.0, 2.0, 4.0]).repeat(ROWS // 3)
     batch = {"x": torch.randn(ROWS, 3), "mask": mask}
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         each = noisy(params, batch, draw)
         if masked:
             return (each * batch["mask"]).sum() / batch["mask"].sum()
@@ -111,40 +110,40 @@ ALL = {f"{name}, {of}": draw for of, table in TABLES.items() for name, draw in t
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_loss_that_draws_for_each_row_is_not_refused(name: str) -> None:
+def test_a_loss_that_draws_for_each_row_is_not_refused(name):
     ask(ALL[name], masked=False)
 
 
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_what_torch_draws_excuses_nothing(name: str) -> None:
+def test_what_torch_draws_excuses_nothing(name):
     with pytest.raises(CoupledLossError):
         ask(OF_TORCH[name], masked=True, calls=1)
 
 
 @pytest.mark.parametrize("name", OF_ITS_OWN)
-def test_what_is_drawn_of_a_generator_of_its_own_excuses_nothing(name: str) -> None:
+def test_what_is_drawn_of_a_generator_of_its_own_excuses_nothing(name):
     with pytest.raises(CoupledLossError):
         ask(OF_ITS_OWN[name], masked=True, calls=1)
 
 
-def test_a_layer_that_is_dropped_now_and_then_is_not_refused() -> None:
+def test_a_layer_that_is_dropped_now_and_then_is_not_refused():
     """By Python's generator: what is drawn once a call is the same for the whole and its parts."""
     w, x = torch.randn(3, 2), torch.randn(8, 3)
     for seed in range(60):
         random.seed(seed)
 
-        def loss(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w, x):
             out = x @ w
             return (out if random.random() < 0.3 else out.tanh()).square().mean()
 
-        coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # each is a first call
+        coupling._answers.clear()  # each is a first call
         pa.grad(loss, microbatch_size=4)(w, x)
 
 
-def test_a_chaotic_loss_is_not_refused() -> None:
+def test_a_chaotic_loss_is_not_refused():
     """Its parts are computed by other kernels, whose last bits grow until nothing else is left."""
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         out = x.sin().square() @ w.softmax(1).T
         for _ in range(60):
             out = 3.99 * out * (1 - out)
@@ -153,5 +152,5 @@ def test_a_chaotic_loss_is_not_refused() -> None:
     for seed in range(20):
         torch.manual_seed(seed)
         w, x = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
-        coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # each is a first call
+        coupling._answers.clear()  # each is a first call
         pa.grad(loss, microbatch_size=4)(w, x)

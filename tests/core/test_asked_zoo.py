@@ -1,8 +1,6 @@
 """Of the zoo of losses, none that fits is refused, and none whose values are off is let through."""
 
-from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
 
 import optree
 import pytest
@@ -13,12 +11,10 @@ from pureaccum import CoupledLossError
 from pureaccum._core import coupling
 from pureaccum._core.loss import read
 from tests.zoo.residents import residents
-from tests.zoo.species import ROWS, ZOO, Species
+from tests.zoo.species import ROWS, ZOO
 
 
-pytestmark = [
-    pytest.mark.laws,
-]
+pytestmark = [pytest.mark.laws]
 SIZES = (1, 2, 3, 4, 5, 8)
 FAR = 1e-4
 COUPLED = {
@@ -26,7 +22,7 @@ COUPLED = {
     *("sum as mean", "mean as sum", "constant term", "several means"),
 }
 # Wrong, and no values of the microbatches that are asked about tell it: at these sizes.
-SILENT: dict[str, tuple[int, ...]] = {
+SILENT = {
     "standardised_advantages": SIZES,  # on-policy it is zero, whatever its gradient is
     "no_more_than_three_a_head": (1, 2, 3, 4),  # nobody comes too late to an expert
     "pairs_of_rows": (2, 4),  # no pair is cut
@@ -37,20 +33,20 @@ SILENT: dict[str, tuple[int, ...]] = {
 # What a user calls, eight times ----------------------------------------------------------
 
 
-def _gradients(engine: str) -> Any:
-    def calls(loss: Any, params: Any, batch: Any, size: int, **knobs: Any) -> Iterator[Any]:
-        grad = pa.grad_and_value(loss, microbatch_size=size, engine=engine, **knobs)  # pyright: ignore
+def _gradients(engine):
+    def calls(loss, params, batch, size, **knobs):
+        grad = pa.grad_and_value(loss, microbatch_size=size, engine=engine, **knobs)
         return (grad(params, batch) for _ in range(8))
 
     return calls
 
 
-def _values(loss: Any, params: Any, batch: Any, size: int, **knobs: Any) -> Iterator[Any]:
+def _values(loss, params, batch, size, **knobs):
     value = pa.value(loss, microbatch_size=size, **knobs)
     return (value(params, batch) for _ in range(8))
 
 
-def _updates(loss: Any, params: Any, batch: Any, size: int, **knobs: Any) -> Iterator[Any]:
+def _updates(loss, params, batch, size, **knobs):
     acc = pa.accumulator(loss, **knobs)
     state = acc.init(params)
     for _ in range(8):
@@ -60,8 +56,8 @@ def _updates(loss: Any, params: Any, batch: Any, size: int, **knobs: Any) -> Ite
         yield state
 
 
-def _steps(stream: bool) -> Any:
-    def calls(loss: Any, params: Any, batch: Any, size: int, **knobs: Any) -> Iterator[Any]:
+def _steps(stream):
+    def calls(loss, params, batch, size, **knobs):
         step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=None if stream else size, **knobs)
         state = step.init(params)
         for _ in range(8):
@@ -72,7 +68,7 @@ def _steps(stream: bool) -> Any:
     return calls
 
 
-WAYS: dict[str, Any] = {
+WAYS = {
     **{engine: _gradients(engine) for engine in ("auto", "func", "autograd")},
     "value": _values,
     "updates": _updates,
@@ -81,24 +77,22 @@ WAYS: dict[str, Any] = {
 }
 
 
-def pairs(species: Species) -> list[tuple[str, int]]:
+def pairs(species):
     """Three ways, each with one of the sizes; over all species every pair comes."""
     at, ways = ZOO.index(species), [*WAYS]
     return [(ways[(at + 3 * i) % len(ways)], SIZES[(at + i) % len(SIZES)]) for i in range(3)]
 
 
-def share(species: Species, dtype: torch.dtype) -> list[tuple[str, int]]:
+def share(species, dtype):
     """Every way at two or three of the sizes; the dtypes of a species share all pairs out."""
     at, n = ZOO.index(species) + species.dtypes.index(dtype), len(species.dtypes)
     every = ((i + j, way, size) for i, way in enumerate(WAYS) for j, size in enumerate(SIZES))
     return [(way, size) for k, way, size in every if (k + at) % n == 0]
 
 
-def outcome(
-    species: Species, dtype: torch.dtype, way: str, size: int, calls: int = 8, **knobs: Any
-) -> list[Any] | Exception:
+def outcome(species, dtype, way, size, calls=8, **knobs):
     """What calls of a loss return that nobody was asked about before, or what they raise."""
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # or they go on counting
+    coupling._answers.clear()  # or they go on counting
     loss, params, batch, its = species.make(dtype, seed=0)
     its = {name: x for name, x in its.items() if name in ("reduction", "has_aux")}
     try:
@@ -107,7 +101,7 @@ def outcome(
         return error
 
 
-def asked_of(kinds: Callable[[str], bool]) -> list[Any]:
+def asked_of(kinds):
     return residents(lambda it: kinds(it.kind) and "loop" not in it.knobs)
 
 
@@ -115,9 +109,7 @@ def asked_of(kinds: Callable[[str], bool]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("species", "dtype"), asked_of(lambda kind: not kind))
-def test_no_loss_that_fits_is_refused_and_the_question_changes_no_bit(
-    species: Species, dtype: torch.dtype
-) -> None:
+def test_no_loss_that_fits_is_refused_and_the_question_changes_no_bit(species, dtype):
     for way, size in pairs(species):
         got, want = (outcome(species, dtype, way, size, check=check) for check in (True, False))
         assert not isinstance(got, CoupledLossError), (way, size, got)
@@ -129,7 +121,7 @@ def test_no_loss_that_fits_is_refused_and_the_question_changes_no_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), asked_of(lambda kind: not kind))
-def test_no_loss_that_fits_is_refused_at_any_size(species: Species, dtype: torch.dtype) -> None:
+def test_no_loss_that_fits_is_refused_at_any_size(species, dtype):
     for way, size in share(species, dtype):
         got = outcome(species, dtype, way, size, calls=2)
         if isinstance(got, Exception):
@@ -138,19 +130,17 @@ def test_no_loss_that_fits_is_refused_at_any_size(species: Species, dtype: torch
 
 
 @pytest.mark.parametrize(("species", "dtype"), asked_of(COUPLED.__contains__))
-def test_a_loss_that_is_off_is_refused_by_the_eighth_call(
-    species: Species, dtype: torch.dtype
-) -> None:
+def test_a_loss_that_is_off_is_refused_by_the_eighth_call(species, dtype):
     refuses_or_goes_on(species, dtype, pairs(species))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), asked_of(COUPLED.__contains__))
-def test_a_loss_that_is_off_is_refused_at_any_size(species: Species, dtype: torch.dtype) -> None:
+def test_a_loss_that_is_off_is_refused_at_any_size(species, dtype):
     refuses_or_goes_on(species, dtype, share(species, dtype))
 
 
-def refuses_or_goes_on(species: Species, dtype: torch.dtype, pairs: list[tuple[str, int]]) -> None:
+def refuses_or_goes_on(species, dtype, pairs):
     for way, size in pairs:
         if isinstance(outcome(species, dtype, way, size, calls=1, check=False), Exception):
             continue
@@ -167,25 +157,23 @@ def refuses_or_goes_on(species: Species, dtype: torch.dtype, pairs: list[tuple[s
 
 
 @pytest.mark.parametrize(("species", "dtype"), asked_of(lambda kind: kind == "randomness"))
-def test_losses_whose_rows_are_apart_but_for_chance_are_not_refused(
-    species: Species, dtype: torch.dtype
-) -> None:
+def test_losses_whose_rows_are_apart_but_for_chance_are_not_refused(species, dtype):
     for way, size in pairs(species):
         got = outcome(species, dtype, way, size)
         assert not isinstance(got, CoupledLossError), (way, size, got)
 
 
-def off(species: Species, size: int) -> float:
+def off(species, size):
     """By how much the microbatches' losses miss that of the batch, in float32."""
     loss, params, batch, knobs = species.make(torch.float32, seed=0)
     whole, *parts = batch, *pa.microbatches(batch, size)
-    sums: list[tuple[float, float]] = []
+    sums = []
     for part in (whole, *parts):
         seen, shape = read(loss(params, part), knobs.get("has_aux", False))
         value = float(seen.total)
         rows = len(optree.tree_leaves(part)[0])
         by_rows = rows if knobs.get("reduction", "mean") == "mean" else 1
-        weighs = float(seen.weight) if shape.weighted else 0.0  # pyright: ignore
+        weighs = float(seen.weight) if shape.weighted else 0.0
         sums.append((value, weighs) if shape.weighted else (value * by_rows, by_rows))
     (total, weight), *rest = sums
     assert len(rest) == -(-len(optree.tree_leaves(batch)[0]) // size)
@@ -195,7 +183,7 @@ def off(species: Species, size: int) -> float:
     return abs(mean - total / weight) / abs(total / weight)
 
 
-def test_the_zoo_has_what_it_takes() -> None:
+def test_the_zoo_has_what_it_takes():
     """Of those that are off most are far off at some size, or the property above says nothing."""
     some = [it for it in ZOO if it.kind in COUPLED and "loop" not in it.knobs]
     far = [it.name for it in some if any(off(it, n) > FAR for n in (4, 5) if n < ROWS)]

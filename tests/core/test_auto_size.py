@@ -4,14 +4,13 @@ Nobody looks for writes here, which takes one call more; the calls that are coun
 search.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
 import pytest
 import torch
 from hypothesis import given
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._base.torch_internals import dispatched
@@ -32,7 +31,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def nobody_watches_for_writes() -> Generator[None]:
+def nobody_watches_for_writes():
     with unguarded():
         yield
 
@@ -40,28 +39,28 @@ def nobody_watches_for_writes() -> Generator[None]:
 class Counted:
     """A loss that notes the rows of each microbatch, and keeps so many activations."""
 
-    def __init__(self, terms: int = 1) -> None:
+    def __init__(self, terms=1):
         self.terms = terms
-        self.rows: list[int] = []
+        self.rows = []
 
-    def __call__(self, params: Tensor, batch: Tensor) -> Tensor:
+    def __call__(self, params, batch):
         self.rows.append(len(batch))
         means = [(torch.tanh(batch * params) ** 2).mean() for _ in range(self.terms)]
         return torch.stack(means).sum()
 
-    def tried(self) -> list[int]:
+    def tried(self):
         rows, self.rows = self.rows, []
         return rows
 
 
-def make_batch(rows: int) -> Tensor:
+def make_batch(rows):
     return torch.randn(rows, WIDTH, generator=generator(rows))
 
 
 PARAMS = torch.linspace(0.5, 2, WIDTH)
 
 
-def peak(size: int, batch: Tensor, loss: Any = None, params: Any = PARAMS) -> int:
+def peak(size, batch, loss=None, params=PARAMS):
     step = pa.make_step(loss or Counted(), pa.adamw(), microbatch_size=size)
     state = step.init(params)
     with counting() as live:
@@ -69,13 +68,13 @@ def peak(size: int, batch: Tensor, loss: Any = None, params: Any = PARAMS) -> in
     return live.peak
 
 
-def made(loss: Any, budget: int | None = None) -> Any:
+def made(loss, budget=None):
     return pa.make_step(loss, pa.adamw(), microbatch_size="auto", memory_budget=budget)
 
 
 @examples(1 / 3)
 @given(few, few)
-def test_the_largest_half_that_the_budget_allows_is_taken(rows: int, fits: int) -> None:
+def test_the_largest_half_that_the_budget_allows_is_taken(rows, fits):
     """And one byte less than it needs is too little."""
     batch = make_batch(8 * rows)
     sizes = [8 * rows]
@@ -98,7 +97,7 @@ def test_the_largest_half_that_the_budget_allows_is_taken(rows: int, fits: int) 
         assert_trees_bitwise_equal(found, explicit(state, batch))
 
 
-def test_without_a_shortage_a_batch_is_one_microbatch() -> None:
+def test_without_a_shortage_a_batch_is_one_microbatch():
     loss = Counted()
     step = made(loss)
     step(step.init(PARAMS), make_batch(24))
@@ -107,7 +106,7 @@ def test_without_a_shortage_a_batch_is_one_microbatch() -> None:
     assert loss.tried() == [7]
 
 
-def test_later_batches_begin_at_what_is_known() -> None:
+def test_later_batches_begin_at_what_is_known():
     loss = Counted()
     step = made(loss, peak(8, make_batch(32)))
     state = step.init(PARAMS)
@@ -128,10 +127,10 @@ def test_later_batches_begin_at_what_is_known() -> None:
 class Scarce:
     """A loss that runs out of memory above so many rows, and notes those that it was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.holds, self.rows = 0, list[int]()
 
-    def __call__(self, params: Any, batch: Any, *shared: Any) -> Tensor:
+    def __call__(self, params, batch, *shared):
         rows = optree.tree_leaves(batch)[0]
         self.rows.append(len(rows))
         if len(rows) > self.holds:
@@ -139,7 +138,7 @@ class Scarce:
         return (rows.sum() * sum(p.sum() for p in optree.tree_leaves(params))) / len(rows)
 
 
-def rows_like(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[int], Tensor]:
+def rows_like(*shape, dtype=torch.float32):
     return lambda rows: (
         torch.arange(1.0, rows + 1).reshape(-1, *[1] * len(shape)).expand(-1, *shape).to(dtype)
     )
@@ -167,7 +166,7 @@ KINDS = {
 }
 
 
-def calling(form: str, loss: Scarce) -> Callable[[KindOf, int], Any]:
+def calling(form, loss):
     """One function for all kinds."""
     if form == "step":
         step = made(loss)
@@ -177,7 +176,7 @@ def calling(form: str, loss: Scarce) -> Callable[[KindOf, int], Any]:
 
 
 @pytest.mark.parametrize("form", ["step", "grad", "value"])
-def test_what_is_known_of_one_kind_is_not_taken_for_another(form: str) -> None:
+def test_what_is_known_of_one_kind_is_not_taken_for_another(form):
     """Of the first it is known that 4 rows are too many, and of no other."""
     loss = Scarce()
     call = calling(form, loss)
@@ -189,7 +188,7 @@ def test_what_is_known_of_one_kind_is_not_taken_for_another(form: str) -> None:
         assert loss.rows == sizes, name
 
 
-def test_a_budget_is_kept_for_each_shape_of_params() -> None:
+def test_a_budget_is_kept_for_each_shape_of_params():
     """What is known to fit is not counted again: of wider params nothing is known yet."""
     batch, wide = torch.ones(16, 1), torch.linspace(0.5, 2, 8 * WIDTH)
     loss = Counted()
@@ -208,7 +207,7 @@ def test_a_budget_is_kept_for_each_shape_of_params() -> None:
         loss.tried()
 
 
-def test_a_size_that_fits_no_longer_is_forgotten() -> None:
+def test_a_size_that_fits_no_longer_is_forgotten():
     """Rows of the same shape, of which more is kept than before."""
     loss = Counted()
     step = made(loss, peak(1, make_batch(8), Counted(30)))
@@ -225,10 +224,10 @@ def test_a_size_that_fits_no_longer_is_forgotten() -> None:
     assert loss.tried() == [1] * 8
 
 
-def test_a_proven_size_is_not_counted() -> None:
-    seen: list[bool] = []
+def test_a_proven_size_is_not_counted():
+    seen = []
 
-    def loss(params: Tensor, batch: Tensor) -> Tensor:
+    def loss(params, batch):
         seen.append(dispatched())
         return (batch * params).mean()
 
@@ -245,7 +244,7 @@ def test_a_proven_size_is_not_counted() -> None:
         assert not any(seen[-rows // 8 :])
 
 
-def test_a_step_over_a_batch_without_rows_is_not_applied() -> None:
+def test_a_step_over_a_batch_without_rows_is_not_applied():
     loss = Counted()
     step = made(loss)
     state, info = step(step.init(PARAMS), make_batch(0))
@@ -253,7 +252,7 @@ def test_a_step_over_a_batch_without_rows_is_not_applied() -> None:
     assert_trees_bitwise_equal(state.params, PARAMS)
 
 
-def test_a_stream_takes_what_it_is_given() -> None:
+def test_a_stream_takes_what_it_is_given():
     loss = Counted()
     step = made(loss)
     state = step.init(PARAMS)
@@ -263,13 +262,13 @@ def test_a_stream_takes_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_stream_gives_aux_that_outlives_its_window(donate: bool) -> None:
+def test_a_stream_gives_aux_that_outlives_its_window(donate):
     """Each row's, and what is no row: a tensor of the state itself."""
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         return (w * x).square().mean(), {"rows": x.sum(1), "before": w}
 
-    knobs: Any = {"has_aux": True, "aux_reduction": {"rows": "concat", "before": "last"}}
+    knobs = {"has_aux": True, "aux_reduction": {"rows": "concat", "before": "last"}}
     auto, plain = (
         pa.make_step(
             loss, pa.sgd(0.1), microbatch_size=size, donate=size == "auto" and donate, **knobs
@@ -289,12 +288,12 @@ def test_a_stream_gives_aux_that_outlives_its_window(donate: bool) -> None:
     assert_trees_bitwise_equal(came, want)
 
 
-def test_a_larger_size_is_tried_again_after_a_while() -> None:
+def test_a_larger_size_is_tried_again_after_a_while():
     loss = Scarce()
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", retry_after=2)
     state, batch = step.init(torch.ones(3)), rows_like(3)(16)
 
-    def tried() -> list[int]:
+    def tried():
         loss.rows.clear()
         step(state, batch)
         return loss.rows
@@ -313,7 +312,7 @@ def test_a_larger_size_is_tried_again_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_an_attempt_gives_nothing_up(donate: bool) -> None:
+def test_an_attempt_gives_nothing_up(donate):
     """Neither the state nor the window of a stream; what goes well gives them up once."""
     loss = Scarce()
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", donate=donate)
@@ -351,7 +350,7 @@ def test_an_attempt_gives_nothing_up(donate: bool) -> None:
     assert_trees_bitwise_equal(new.params, streamed.params)
 
 
-def test_noise_begins_with_two_microbatches() -> None:
+def test_noise_begins_with_two_microbatches():
     loss = Scarce()
     loss.holds = 16
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", noise=True)
@@ -362,17 +361,17 @@ def test_noise_begins_with_two_microbatches() -> None:
         assert info.noise.noise.isfinite().all() == (rows > 1)
 
 
-def test_sizes_are_tried_without_the_compiler() -> None:
-    called: list[int] = []
+def test_sizes_are_tried_without_the_compiler():
+    called = []
 
-    def loss(params: Tensor, batch: Tensor) -> Tensor:
+    def loss(params, batch):
         if not torch.compiler.is_compiling():
             called.append(len(batch))
             if len(batch) > 4:
                 raise torch.OutOfMemoryError("so many rows")
         return (params * batch).square().mean()
 
-    knobs: Any = {"microbatch_size": "auto", "compile": {"backend": "eager"}}
+    knobs = {"microbatch_size": "auto", "compile": {"backend": "eager"}}
     step = pa.make_step(loss, pa.sgd(0.125), **knobs)
     plain = pa.make_step(loss, pa.sgd(0.125), microbatch_size=4)
     state, batch = step.init(torch.ones(3)), rows_like(3)(16)
@@ -392,20 +391,14 @@ def test_sizes_are_tried_without_the_compiler() -> None:
     [
         (ValueError, {"retry_after": 0}, ("retry_after is 0", "at least 1, the steps")),
         (ValueError, {"retry_after": 3, "microbatch_size": 2}, ("retry_after=3", "=2", "'auto'")),
-        (
-            ValueError,
-            {"memory_budget": 0},
-            ("memory_budget is 0", "at least 1, the bytes"),
-        ),
+        (ValueError, {"memory_budget": 0}, ("memory_budget is 0", "at least 1, the bytes")),
         (TypeError, {"memory_budget": 2.0}, ("memory_budget is 2.0, a float", "bytes")),
         (TypeError, {"memory_budget": True}, ("memory_budget is True, a bool", "bytes")),
         (ValueError, {"memory_budget": 9, "microbatch_size": 2}, ("=9", "=2", "'auto'")),
         (TypeError, {"microbatch_size": "all"}, ("microbatch_size is 'all', a str", "int")),
     ],
 )
-def test_knobs_that_do_not_fit_auto_are_refused(
-    error: Any, knobs: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def test_knobs_that_do_not_fit_auto_are_refused(error, knobs, words):
     with saying(error, *words):
         pa.make_step(Counted(), pa.sgd(0.1), **{"microbatch_size": "auto"} | knobs)
 
@@ -413,12 +406,12 @@ def test_knobs_that_do_not_fit_auto_are_refused(
 @pytest.mark.parametrize(
     "transform", [torch.func.grad, torch.func.vmap, torch.func.jacfwd], ids=lambda it: it.__name__
 )
-def test_auto_is_refused_under_a_transform(transform: Any) -> None:
+def test_auto_is_refused_under_a_transform(transform):
     loss = Counted()
 
     batch = make_batch(3)
 
-    def value(params: Tensor) -> Tensor:
+    def value(params):
         return pa.value(loss, microbatch_size="auto")(params, batch)
 
     with saying(RuntimeError, "'auto' came under a torch.func transform", "that number"):
@@ -426,20 +419,20 @@ def test_auto_is_refused_under_a_transform(transform: Any) -> None:
     assert not loss.rows
 
 
-def test_knobs_of_transforms_are_checked_at_once() -> None:
+def test_knobs_of_transforms_are_checked_at_once():
     with saying(ValueError, "reduction"):
-        pa.grad(Counted(), microbatch_size="auto", reduction="median")  # type: ignore
+        pa.grad(Counted(), microbatch_size="auto", reduction="median")
     assert pa.grad(mean, microbatch_size="auto").__name__ == "mean"
 
 
-def mean(params: Tensor, batch: Tensor) -> Tensor:
+def mean(params, batch):
     return (params * batch).mean()
 
 
-def test_a_size_is_proven_up_to_the_longest_batch_that_it_took() -> None:
+def test_a_size_is_proven_up_to_the_longest_batch_that_it_took():
     """A batch also takes memory for its length: what a short one took is not proven for a long."""
 
-    def run(size: int, batch: Tensor) -> int:
+    def run(size, batch):
         held = torch.empty(size * 10 + len(batch), dtype=torch.uint8)
         return size if held.numel() else 0
 

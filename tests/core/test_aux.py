@@ -1,13 +1,11 @@
 """What becomes of aux: each word of ``aux_reduction``, against the same thing by hand."""
 
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -21,24 +19,22 @@ UNIT = Fraction(1, 2**24)  # u of float32
 TRANSFORMS = ("grad", "value")
 
 
-def transformed(transform: str, loss: Any, **knobs: Any) -> Any:
+def transformed(transform, loss, **knobs):
     """``(w, x) -> aux``, by way of either public transform that has one."""
     return lambda *args: getattr(pa, transform)(loss, has_aux=True, **knobs)(*args)[1]
 
 
-def data(seed: int, rows: int) -> tuple[Tensor, Tensor]:
+def data(seed, rows):
     g = generator(seed)
     return integers(g, 2), integers(g, rows, 2)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @given(seeds(), st.integers(1, 12), st.integers(1, 13))
-def test_each_word_reduces_as_its_loop_does(
-    transform: str, seed: int, rows: int, size: int
-) -> None:
+def test_each_word_reduces_as_its_loop_does(transform, seed, rows, size):
     """As a prefix tree: one word for a whole subtree, and words inside a tuple."""
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         tops = {"x": x.max(), "count": len(x), "low": x.amin(0)}
         return (x @ w).mean(), {
             "rows": {"x": x, "more": [x[:, 0].long()]},
@@ -61,12 +57,10 @@ def test_each_word_reduces_as_its_loop_does(
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])
 @given(seeds(), st.integers(1, 12), st.integers(1, 12))
-def test_mean_is_weighted_as_the_loss_is(
-    transform: str, kind: str, seed: int, rows: int, size: int
-) -> None:
+def test_mean_is_weighted_as_the_loss_is(transform, kind, seed, rows, size):
     """By rows, or by the weight of ``Weighted``; rounded by the division and by the cast."""
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         out = (x @ w).mean() if kind == "mean" else (x @ w).sum()
         if kind == "weighted":
             out = pa.Weighted(out, x[:, 0].abs().sum())
@@ -101,8 +95,8 @@ LEAVES = st.tuples(
     seed=seeds(),
 )
 def test_a_leaf_comes_out_in_the_shape_and_the_dtype_of_its_kind(
-    transform: str, leaves: dict[str, Any], word: str, size: int, seed: int
-) -> None:
+    transform, leaves, word, size, seed
+):
     """As by hand, of any leaf: integers over two to the something microbatches round nowhere."""
     parts = 4 // size
     g = generator(seed)
@@ -111,15 +105,15 @@ def test_a_leaf_comes_out_in_the_shape_and_the_dtype_of_its_kind(
         for name, (_, shape) in leaves.items()
     }
 
-    def leaf(name: str, i: int) -> Any:
+    def leaf(name, i):
         kind, _ = leaves[name]
         x = given_[name][i]
         return x.to(kind) if isinstance(kind, torch.dtype) else kind(x.sum())
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         return (x @ w).mean(), {name: leaf(name, int(x[0, 0])) for name in leaves}
 
-    def by_hand(name: str) -> Any:
+    def by_hand(name):
         every = [leaf(name, i) for i in range(parts)]
         if word == "last":
             return every[-1]
@@ -143,12 +137,10 @@ def test_a_leaf_comes_out_in_the_shape_and_the_dtype_of_its_kind(
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @given(seeds(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
-def test_a_skipped_microbatch_takes_its_weight_along(
-    engine: str, seed: int, count: int, size: int, poisoned: int
-) -> None:
+def test_a_skipped_microbatch_takes_its_weight_along(engine, seed, count, size, poisoned):
     """Sums and means are those of the microbatches that were kept; ``concat`` keeps all rows."""
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         return (x @ w).mean(), {"sum": x.sum(), "mean": x.sum() * 2, "rows": x}
 
     w, x = data(seed, count * size)
@@ -177,10 +169,10 @@ def test_a_skipped_microbatch_takes_its_weight_along(
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_masked_microbatch_has_no_say_in_a_mean(transform: str) -> None:
+def test_a_masked_microbatch_has_no_say_in_a_mean(transform):
     """Weight zero: its mean is NaN, and NaN times zero is NaN."""
 
-    def loss(w: Tensor, batch: Any) -> Any:
+    def loss(w, batch):
         x, mask = batch
         total, weight = (mask * (x * w)).sum(), mask.sum()
         return pa.Weighted(total, weight), total / weight
@@ -191,10 +183,10 @@ def test_a_masked_microbatch_has_no_say_in_a_mean(transform: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.bool], ids=str)
-def test_sums_of_narrow_dtypes_are_wide(dtype: torch.dtype) -> None:
+def test_sums_of_narrow_dtypes_are_wide(dtype):
     """600 ones: more than bfloat16 or a bool counts, then rounded once to the leaf's dtype."""
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         return (w * x).mean(), torch.ones((), dtype=dtype)
 
     aux = transformed("grad", loss, microbatch_size=1, aux_reduction="sum")
@@ -204,10 +196,10 @@ def test_sums_of_narrow_dtypes_are_wide(dtype: torch.dtype) -> None:
 
 
 @given(seeds(), st.integers(1, 5))
-def test_update_hands_out_the_aux_of_its_microbatch(seed: int, rows: int) -> None:
+def test_update_hands_out_the_aux_of_its_microbatch(seed, rows):
     """As the loss returned it, whatever its leaves are."""
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         return (x @ w).mean(), {"x": x, "word": "a", "none": None, "n": 1}
 
     acc = pa.accumulator(loss, has_aux=True)

@@ -4,7 +4,7 @@ On exact data: any cut of any container gives the bits of the whole batch.
 """
 
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,16 +21,14 @@ from pureaccum.testing.strategies import compositions, seeds
 from tests.draws import generator
 
 
-pytestmark = [
-    pytest.mark.exact,
-]
+pytestmark = [pytest.mark.exact]
 ROWS = 6
 
 
 class Encoding(UserDict[str, Any]):
     """As tokenizers give it: a mapping whose items are attributes as well."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         try:
             return self.__dict__["data"][name]
         except KeyError:
@@ -40,16 +38,16 @@ class Encoding(UserDict[str, Any]):
 class Frozen(Mapping[str, Any]):
     """A mapping that nobody can write to."""
 
-    def __init__(self, items: Mapping[str, Any]) -> None:
+    def __init__(self, items):
         self._items = dict(items)
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key):
         return self._items[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self):
         return iter(self._items)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._items)
 
 
@@ -61,11 +59,11 @@ class Record:
     more: Any
     texts: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if isinstance(self.x, Tensor):
             assert len(self.x) == ROWS
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name):
         return getattr(self, name)
 
 
@@ -77,7 +75,7 @@ class Output(dict[str, Any]):
     more: Any = None
     texts: Any = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.update(x=self.x, more=self.more, texts=self.texts)
 
 
@@ -91,13 +89,13 @@ CONTAINERS = {
 }
 
 
-def batch_of(seed: int) -> dict[str, Any]:
+def batch_of(seed):
     x = torch.randint(-15, 16, (ROWS, 2), generator=generator(seed)).float()
     more = Encoding(y=x.sum(1), scale=2, unit="m", kind=object())
     return {"x": x, "more": more, "texts": ["a" * i for i in range(ROWS)]}
 
 
-def loss(w: Tensor, batch: Any) -> pa.Weighted:
+def loss(w, batch):
     x, more, texts = batch["x"], batch["more"], batch["texts"]
     assert type(more) is Encoding
     assert len(texts) == len(x) == len(more.y)
@@ -108,13 +106,11 @@ def loss(w: Tensor, batch: Any) -> pa.Weighted:
 
 @pytest.mark.parametrize("name", CONTAINERS)
 @given(seeds(), compositions(ROWS))
-def test_any_container_gives_the_bits_of_the_whole_batch(
-    name: str, seed: int, sizes: list[int]
-) -> None:
+def test_any_container_gives_the_bits_of_the_whole_batch(name, seed, sizes):
     items, w = batch_of(seed), torch.tensor([1.0, -2.0])
     batch, kinds = CONTAINERS[name](items), set[type]()
 
-    def seen(w: Tensor, batch: Any) -> pa.Weighted:
+    def seen(w, batch):
         kinds.add(type(batch))
         return loss(w, batch)
 
@@ -133,14 +129,14 @@ def test_any_container_gives_the_bits_of_the_whole_batch(
     assert kinds == {type(batch)}
 
 
-def test_paths_are_as_one_writes_them() -> None:
+def test_paths_are_as_one_writes_them():
     whole = CONTAINERS["dataclass"](batch_of(0) | {"more": Encoding(y=torch.ones(2))})
     with pytest.raises(ValueError, match=r"args\[1\]\.more\['y'\] has 2 rows"):
         pa.grad(loss, microbatch_size=2)(torch.ones(2), whole)
 
 
 @given(compositions(ROWS))
-def test_records_are_cut_and_other_lists_are_not(sizes: list[int]) -> None:
+def test_records_are_cut_and_other_lists_are_not(sizes):
     """A list of dicts, one for each row; one of another length goes to all."""
     batch = {
         "x": torch.arange(float(ROWS)),
@@ -156,7 +152,7 @@ def test_records_are_cut_and_other_lists_are_not(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mapping", "dataclass"])
-def test_params_and_aux_may_be_any_container(kind: str) -> None:
+def test_params_and_aux_may_be_any_container(kind):
     """Of a class that nobody has seen before, too."""
 
     @dataclass
@@ -164,15 +160,15 @@ def test_params_and_aux_may_be_any_container(kind: str) -> None:
         x: Any
         more: Any
 
-        def __getitem__(self, name: str) -> Any:
+        def __getitem__(self, name):
             return getattr(self, name)
 
-    cls: Any = Fields if kind == "dataclass" else type("New", (Encoding,), {})
+    cls = Fields if kind == "dataclass" else type("New", (Encoding,), {})
     items = {"x": torch.ones(ROWS), "more": torch.tensor(2.0)}
     params = cls(**items) if kind == "dataclass" else cls(items)
-    other: Any = type("Aux", (Encoding,), {})
+    other = type("Aux", (Encoding,), {})
 
-    def linear(params: Any, x: Tensor) -> Any:
+    def linear(params, x):
         out = x * params["more"]
         return out.mean(), other(rows=out, more=other(count=pa.Weighted(len(x), 1)))
 
@@ -188,15 +184,13 @@ def test_params_and_aux_may_be_any_container(kind: str) -> None:
 # Jagged nested tensors -----------------------------------------------------------------------
 
 
-def of_values(w: Tensor, batch: Any) -> pa.Weighted:
+def of_values(w, batch):
     values = batch["x"].values()
     return pa.Weighted((values @ w * len(batch["y"])).sum() / len(batch["y"]), len(values))
 
 
 @given(seeds(), compositions(ROWS), st.lists(st.integers(1, 5), min_size=ROWS, max_size=ROWS))
-def test_jagged_tensors_are_cut_between_their_rows(
-    seed: int, sizes: list[int], lengths: list[int]
-) -> None:
+def test_jagged_tensors_are_cut_between_their_rows(seed, sizes, lengths):
     drawn = generator(seed)
     rows = [torch.randint(-15, 16, (n, 2), generator=drawn).float() for n in lengths]
     batch = {"x": torch.nested.nested_tensor(rows, layout=torch.jagged), "y": torch.ones(ROWS)}
@@ -215,7 +209,7 @@ def test_jagged_tensors_are_cut_between_their_rows(
 # A stream needs no rows ------------------------------------------------------------------------
 
 
-def over_tokens(w: Tensor, batch: Any) -> pa.Weighted:
+def over_tokens(w, batch):
     total = sum((image @ w).sum() for image in batch["images"]) + batch["scale"] * w.sum()
     return pa.Weighted(total, batch["ends"][-1])
 
@@ -225,7 +219,7 @@ def over_tokens(w: Tensor, batch: Any) -> pa.Weighted:
     ["step", "donated", "accumulator", "value", pytest.param("compiled", marks=pytest.mark.slow)],
 )
 @given(seeds(), compositions(ROWS))
-def test_microbatches_of_a_stream_need_no_rows(how: str, seed: int, sizes: list[int]) -> None:
+def test_microbatches_of_a_stream_need_no_rows(how, seed, sizes):
     """Lists of images of several sizes, packed sequences and 0-d tensors: nothing is cut."""
     drawn, w = generator(seed), torch.tensor([1.0, -2.0])
     images = [torch.randint(-15, 16, (i + 1, 2), generator=drawn).float() for i in range(ROWS)]
@@ -248,14 +242,14 @@ def test_microbatches_of_a_stream_need_no_rows(how: str, seed: int, sizes: list[
             state = acc.update(state, w, part, donate=True)
         assert torch.equal(acc.finalize(state)[0], want)
     else:
-        compiled: Any = {"backend": "eager"} if how == "compiled" else False
+        compiled = {"backend": "eager"} if how == "compiled" else False
         step = pa.make_step(over_tokens, pa.sgd(1.0), donate=how == "donated", compile=compiled)
         state, info = step.window(step.init(w), iter(parts))
         assert torch.equal(state.params, w - want)
         assert info.microbatches == len(sizes)
 
 
-def test_what_is_known_of_a_container_is_known_to_this_package_alone() -> None:
+def test_what_is_known_of_a_container_is_known_to_this_package_alone():
     class Own(UserDict[str, Any]):
         pass
 

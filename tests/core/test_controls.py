@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from pureaccum.testing.strategies import ExactModel, compositions, losses, pieces
+from pureaccum.testing.strategies import compositions, losses, pieces
 from pureaccum.testing.strategies.losses import LIMIT, majorant
 from tests.draws import examples, few, generator
 from tests.exactly import integers
@@ -31,10 +31,7 @@ def splits_that_agree(w, batch):
 
 def test_gaussian_data_does_not_agree_between_splits():
     random = generator(0)
-    batch = {
-        "x": torch.randn(16, 8, generator=random),
-        "y": torch.randn(16, 2, generator=random),
-    }
+    batch = {"x": torch.randn(16, 8, generator=random), "y": torch.randn(16, 2, generator=random)}
     assert splits_that_agree(torch.randn(8, 2, generator=random), batch) < 16
 
 
@@ -53,7 +50,7 @@ def test_an_accumulator_in_16_bits_would_be_caught(narrow):
 
     @settings(max_examples=200)  # of 40, drawn from one another, it is 0.2 to 0.8
     @given(losses(8, sparse=True))
-    def draw(model: ExactModel) -> None:
+    def draw(model):
         grad = torch.func.grad(model.loss("sum"))
         full = optree.tree_leaves(grad(model.params, model.batch))
         sums = [torch.zeros(leaf.shape, dtype=narrow) for leaf in full]

@@ -14,21 +14,19 @@ from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = [
-    pytest.mark.laws,
-]
+pytestmark = [pytest.mark.laws]
 ROWS, SIZE, CUT = 32, 8, 3  # a microbatch of eight is asked as three and five
 BOUND = 2.0**-26  # the root of float64's unit, relative to a leaf
 CLASSES = torch.tensor([1.0, 5.0, 0.2]).double()
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked() -> None:
+def _nobody_was_asked():
     """Each of these is refused when it is first called."""
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+    coupling._answers.clear()
 
 
-def convolutions() -> nn.Module:
+def convolutions():
     head = nn.Linear(36, 3)
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), head)
     return net.double()
@@ -50,56 +48,56 @@ BATCH = {
 }
 
 
-def out(params: Any, batch: Any, key: str = "x") -> Tensor:
+def out(params, batch, key="x"):
     return batch[key] @ params["w"] + params["b"]
 
 
-def each(params: Any, batch: Any) -> Tensor:
+def each(params, batch):
     return (out(params, batch) ** 2).sum(1)
 
 
-def normalised(fn: Any) -> Callable[..., Tensor]:
+def normalised(fn):
     return lambda p, b: F.cross_entropy(fn.apply(p, fn.buffers, b["image"])[0], b["y"])
 
 
-def class_weights(p: Any, b: Any) -> Tensor:
+def class_weights(p, b):
     return F.cross_entropy(out(p, b), b["y"], weight=CLASSES)
 
 
-def ignored_targets(p: Any, b: Any) -> Tensor:
+def ignored_targets(p, b):
     return F.cross_entropy(out(p, b), b["padded"])
 
 
-def masked_mean(p: Any, b: Any) -> Tensor:
+def masked_mean(p, b):
     return (each(p, b) * b["mask"]).sum() / b["mask"].sum()
 
 
-def scores_of(a: Tensor, b: Tensor) -> Tensor:
+def scores_of(a, b):
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     return F.cross_entropy(5 * a @ b.T, torch.arange(len(a)))
 
 
-def contrastive(p: Any, b: Any) -> Tensor:
+def contrastive(p, b):
     return scores_of(out(p, b), out(p, b, "other"))
 
 
-def standardised(x: Tensor) -> Tensor:
+def standardised(x):
     return ((x - x.mean(0)) / x.std(0)).pow(3).mul(torch.arange(3)).mean()
 
 
-def standardised_batch(p: Any, b: Any) -> Tensor:
+def standardised_batch(p, b):
     return standardised(out(p, b))
 
 
-def encoded(p: Any, b: Any, key: str = "x") -> Tensor:
+def encoded(p, b, key="x"):
     return pa.microbatch(lambda p, b: out(p, b, key), microbatch_size=SIZE)(p, b)
 
 
-def of_all_rows(loss: Any) -> Any:
+def of_all_rows(loss):
     return pa.grad(loss, engine="auto")
 
 
-def of_microbatches(loss: Any, **knobs: Any) -> Any:
+def of_microbatches(loss, **knobs):
     return pa.grad(loss, microbatch_size=SIZE, **knobs)
 
 
@@ -209,20 +207,20 @@ cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 P2_TO_P5 = [*CASES][:6]
 
 
-def rows(start: int, end: int) -> dict[str, Tensor]:
+def rows(start, end):
     return {name: x[start:end] for name, x in BATCH.items()}
 
 
-def stepping(case: Case) -> Any:
+def stepping(case):
     step = pa.make_step(
         case.loss, pa.sgd(0.1), microbatch_size=SIZE, reduction=case.reduction, donate=True
     )
     return lambda params, batch: step(step.init(params), batch)
 
 
-def buffered(buffers: Any) -> Any:
-    def made(_: Case) -> Any:
-        def loss(p: Any, b: Any, *, buffers: Any) -> tuple[Tensor, Any]:
+def buffered(buffers):
+    def made(_):
+        def loss(p, b, *, buffers):
             out, new = FN.apply(p, buffers, b["image"])
             return F.cross_entropy(out, b["y"]), new
 
@@ -232,14 +230,12 @@ def buffered(buffers: Any) -> Any:
     return made
 
 
-WAYS: dict[str, Callable[[Case], Any]] = {
+WAYS = {
     "grad": lambda case: of_microbatches(case.loss, reduction=case.reduction),
     "value": lambda case: pa.value(case.loss, microbatch_size=SIZE, reduction=case.reduction),
     "step": stepping,
 }
-THREADED: dict[str, Callable[[Case], Any]] = {
-    name: buffered(name) for name in ("freeze", "sequential", "pooled")
-}
+THREADED = {name: buffered(name) for name in ("freeze", "sequential", "pooled")}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +243,7 @@ THREADED: dict[str, Callable[[Case], Any]] = {
     [pytest.param(CASES[c], WAYS[w], id=f"{c}-{w}") for c in CASES for w in WAYS]
     + [pytest.param(CASES["batch norm"], made, id=name) for name, made in THREADED.items()],
 )
-def test_the_first_call_says_what_came_and_what_is_right(case: Case, way: Any) -> None:
+def test_the_first_call_says_what_came_and_what_is_right(case, way):
     params = dict(case.params)
     with pytest.raises(CoupledLossError) as caught:
         way(case)(params, BATCH)
@@ -270,7 +266,7 @@ def test_the_first_call_says_what_came_and_what_is_right(case: Case, way: Any) -
 
 
 @cases
-def test_the_way_gives_the_gradient_of_the_full_batch(case: Case) -> None:
+def test_the_way_gives_the_gradient_of_the_full_batch(case):
     got = case.right(dict(case.params), BATCH)
     want = torch.func.grad(case.loss)(dict(case.params), BATCH)
     for name in want:
@@ -278,7 +274,7 @@ def test_the_way_gives_the_gradient_of_the_full_batch(case: Case) -> None:
 
 
 @cases
-def test_unasked_it_is_what_a_loop_by_hand_gives(case: Case) -> None:
+def test_unasked_it_is_what_a_loop_by_hand_gives(case):
     leaves = {name: x.detach().clone().requires_grad_() for name, x in case.params.items()}
     of_loop = 0.0
     for start in range(0, ROWS, SIZE):
@@ -286,7 +282,7 @@ def test_unasked_it_is_what_a_loop_by_hand_gives(case: Case) -> None:
         share = share if case.reduction == "sum" else share / (ROWS // SIZE)
         share.backward()
         of_loop += float(share.detach())
-    knobs: Any = {"microbatch_size": SIZE, "reduction": case.reduction, "check": False}
+    knobs = {"microbatch_size": SIZE, "reduction": case.reduction, "check": False}
     want = {name: leaf.grad for name, leaf in leaves.items()}
     grads, value = pa.grad_and_value(case.loss, engine="auto", **knobs)(case.params, BATCH)
     assert_trees_bitwise_equal(grads, want)
@@ -295,7 +291,7 @@ def test_unasked_it_is_what_a_loop_by_hand_gives(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", P2_TO_P5)
-def test_what_is_refused_is_far_off(name: str) -> None:
+def test_what_is_refused_is_far_off(name):
     """Or there would be nothing to refuse."""
     case = CASES[name]
     got = of_microbatches(case.loss, check=False)(dict(case.params), BATCH)

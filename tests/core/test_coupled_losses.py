@@ -5,13 +5,11 @@ leaves six digits for those, and is a millionth of what plain accumulation misse
 """
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, target
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import pureaccum as pa
@@ -26,18 +24,18 @@ MISSED = 1e-4  # at least, by what is no bound but a wrong gradient
 families = pytest.mark.parametrize("name", FAMILIES)
 
 
-def norm(tree: dict[str, Tensor]) -> Tensor:
+def norm(tree):
     return torch.stack([x.double().norm() for x in tree.values()]).norm()
 
 
-def off(got: Any, want: Any) -> float:
+def off(got, want):
     """Against the norm of all of it: some leaves, such as a bias below a batch norm, are zero."""
     assert got.keys() == want.keys()
     return float(norm({k: got[k] - want[k] for k in want}) / norm(want))
 
 
-def by_backward(loss: Any) -> Any:
-    def run(params: Any, batch: Any) -> Any:
+def by_backward(loss):
+    def run(params, batch):
         leaves = {k: x.clone().requires_grad_() for k, x in params.items()}
         value = loss(leaves, batch)
         value.backward()
@@ -47,10 +45,10 @@ def by_backward(loss: Any) -> Any:
     return run
 
 
-def by_step(loss: Any) -> Any:
+def by_step(loss):
     """A step of the length 1 of plain descent, from which the gradient is read."""
 
-    def run(params: Any, batch: Any) -> Any:
+    def run(params, batch):
         step = pa.make_step(loss, pa.sgd(1.0))
         new, info = step(step.init(params), batch)
         return {k: x - new.params[k] for k, x in params.items()}, info.loss
@@ -70,7 +68,7 @@ WAYS = {
 @families
 @examples(1 / 2)
 @given(st.data(), seeds(), st.sampled_from(list(WAYS)))
-def test_any_cut_is_the_full_batch(name: str, data: st.DataObject, seed: int, way: str) -> None:
+def test_any_cut_is_the_full_batch(name, data, seed, way):
     loss, params, batch = FAMILIES[name], params_of(seed), batch_of(seed)
     want, want_value = torch.func.grad_and_value(loss)(params, batch)
     cut = pieces(data.draw(st.integers(1, ROWS) | compositions(ROWS)))
@@ -83,7 +81,7 @@ def test_any_cut_is_the_full_batch(name: str, data: st.DataObject, seed: int, wa
 
 
 @families
-def test_plain_accumulation_is_far_off(name: str) -> None:
+def test_plain_accumulation_is_far_off(name):
     """The control: the same function, its rows taken for uncoupled."""
     loss, params, batch = FAMILIES[name], params_of(0), batch_of(0)
     want = torch.func.grad(loss)(params, batch)
@@ -98,10 +96,10 @@ def test_plain_accumulation_is_far_off(name: str) -> None:
     assert used == {k for k, x in got.items() if x.norm() > 0}
 
 
-def test_a_contrastive_loss_of_two_towers_is_the_full_batch_s() -> None:
+def test_a_contrastive_loss_of_two_towers_is_the_full_batch_s():
     """InfoNCE over 4,096 pairs, in microbatches of 32."""
 
-    def one_way(params: Any, batch: Any, cut: Any = whole) -> Tensor:
+    def one_way(params, batch, cut=whole):
         a, b = cut(towers)(params, batch)
         logits = params["temperature"].exp() * a @ b.T
         return cross_entropy(logits, torch.arange(len(logits)))
@@ -117,7 +115,7 @@ def test_a_contrastive_loss_of_two_towers_is_the_full_batch_s() -> None:
 
 
 @families
-def test_in_float32_it_is_as_near_the_truth_as_the_full_batch(name: str) -> None:
+def test_in_float32_it_is_as_near_the_truth_as_the_full_batch(name):
     """Roundings of the same kind, as many of them: at most a few times its own error."""
     loss, errors = FAMILIES[name], {"ours": 0.0, "full": 0.0}
     for seed in range(5):

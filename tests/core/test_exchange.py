@@ -1,9 +1,7 @@
 """What ranks exchange in a function is differentiated as in one process that has all rows."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -31,36 +29,36 @@ Tensors = dict[str, Tensor]
 class Collectives(TorchDispatchMode):
     """Counts what the process group is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.seen = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.seen[func.__name__.split(".")[0].strip("_")] += 1
         return func(*args, **(kwargs or {}))
 
 
-def cut_by_ranks(data: st.DataObject, rows: int, world: int) -> list[slice]:
+def cut_by_ranks(data, rows, world):
     """Which rows each rank has: any number of them, also none."""
     cuts = sorted(data.draw(st.integers(0, rows)) for _ in range(world - 1))
     return [slice(a, b) for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
 
 
-def near(came: Any, want: Any, bound: float) -> None:
+def near(came, want, bound):
     for x, y in zip(tree_leaves(came), tree_leaves(want), strict=True):
         assert x.dtype == y.dtype
         assert (x - y).double().norm() <= bound * max(1.0, float(y.double().norm())), (x, y)
 
 
-def whole_numbers(*shape: int, seed: int = 0) -> Tensor:
+def whole_numbers(*shape, seed=0):
     return torch.randint(-3, 4, shape, generator=generator(seed)).double()
 
 
 # Derivatives -----------------------------------------------------------------------------
 
 
-def of_ranks(kind: str, rank: int, x: Tensor, all_x: Sequence[Tensor] | None = None) -> Tensor:
+def of_ranks(kind, rank, x, all_x=None):
     """What a rank returns; with all that the ranks have, as one process computes it."""
     if kind == "psum":
         total = psum(x.sum(0)) if all_x is None else sum(y.sum(0) for y in all_x)
@@ -69,11 +67,11 @@ def of_ranks(kind: str, rank: int, x: Tensor, all_x: Sequence[Tensor] | None = N
     return ((x @ rows.mT) ** 2).sum() * (rank + 1)
 
 
-def in_one_process(kind: str, xs: Sequence[Tensor]) -> Tensor:
+def in_one_process(kind, xs):
     return torch.stack([of_ranks(kind, rank, x, xs) for rank, x in enumerate(xs)]).sum()
 
 
-NESTS: dict[str, Callable[[Any], Callable[[Tensor], Any]]] = {
+NESTS = {
     "grad": grad,
     "of grad": lambda f: grad(lambda x: (grad(f)(x) ** 2).sum()),
     "jvp of grad": lambda f: lambda x: jvp(grad(f), (x,), (torch.ones_like(x),))[1],
@@ -97,13 +95,13 @@ NESTS: dict[str, Callable[[Any], Callable[[Tensor], Any]]] = {
 }
 
 
-def by_autograd(f: Any, x: Tensor) -> Tensor:
+def by_autograd(f, x):
     x = x.clone().requires_grad_()
     return torch.autograd.grad(f(x), x)[0]
 
 
 @on_ranks(2, 3)
-def test_derivatives_are_those_of_the_sum_of_what_all_ranks_return(rank: int, world: int) -> None:
+def test_derivatives_are_those_of_the_sum_of_what_all_ranks_return(rank, world):
     for kind in ("psum", "gather"):
         shapes = [(n, 2) for n in (2, 3, 1)[:world]]
         if kind == "gather":
@@ -119,7 +117,7 @@ def test_derivatives_are_those_of_the_sum_of_what_all_ranks_return(rank: int, wo
                 xs = [x[..., 0] for x in xs]
 
 
-def all_at_once(name: str, f: Any, xs: list[Tensor]) -> list[Tensor]:
+def all_at_once(name, f, xs):
     """The nest of one function of all ranks' tensors."""
     ones = [torch.ones_like(x) for x in xs]
     if name in ("grad", "backward"):
@@ -153,7 +151,7 @@ def all_at_once(name: str, f: Any, xs: list[Tensor]) -> list[Tensor]:
 
 
 @on_ranks(2)
-def test_any_tree_of_any_dtype_travels(rank: int, world: int) -> None:
+def test_any_tree_of_any_dtype_travels(rank, world):
     tree = {
         "half": torch.full((2,), 2048.0 + 2 * rank).half(),  # their sum is rounded once
         "int": torch.tensor(rank),
@@ -189,7 +187,7 @@ def test_any_tree_of_any_dtype_travels(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_what_comes_is_new_and_may_be_written_to(rank: int, world: int) -> None:
+def test_what_comes_is_new_and_may_be_written_to(rank, world):
     x = torch.tensor([1 + 2j, 3 - 1j]).to(torch.complex128).requires_grad_()
     for give, want in (
         (lambda: psum({"x": x.conj(), "n": x.abs()})["x"], 2 * x.conj()),
@@ -207,17 +205,17 @@ def test_what_comes_is_new_and_may_be_written_to(rank: int, world: int) -> None:
 # Losses ------------------------------------------------------------------------------------
 
 
-def scores(queries: Tensor, keys: Tensor, at: int) -> Tensor:
+def scores(queries, keys, at):
     """The contrastive loss of some queries, whose own keys begin at ``at``."""
     own = at + torch.arange(len(queries))
     return nn.functional.cross_entropy(queries @ keys.mT, own, reduction="sum")
 
 
-def embed(params: Tensors, x: Tensor) -> Tensor:
+def embed(params, x):
     return nn.functional.normalize((x @ params["a"]).tanh() @ params["b"], dim=1)
 
 
-def problem(rows: int, seed: int) -> tuple[Tensors, Tensors]:
+def problem(rows, seed):
     random = generator(seed)
     of = partial(torch.randn, generator=random, dtype=torch.float64)
     return {"a": of(3, 6), "b": of(6, 4)}, {"x": of(rows, 3), "y": of(rows, 3)}
@@ -245,11 +243,11 @@ def test_a_contrastive_loss_of_all_ranks_is_that_of_one(
         rows = len(batch["x"])
         shares = [slice(i * rows // world, (i + 1) * rows // world) for i in range(world)]
 
-    def one(params: Tensors, batch: Tensors) -> Any:
+    def one(params, batch):
         u, v = embed(params, batch["x"]), embed(params, batch["y"])
         return pa.Weighted(scores(u, v, 0), torch.tensor(float(rows)))
 
-    def each(params: Tensors, batch: Tensors) -> Any:
+    def each(params, batch):
         cut = pa.microbatch(embed, microbatch_size=size)
         u, v = cut(params, batch["x"]), cut(params, batch["y"])
         every = gather({"u": u, "v": v})
@@ -261,8 +259,8 @@ def test_a_contrastive_loss_of_all_ranks_is_that_of_one(
     alone = pa.make_step(one, pa.sgd(0.5))
     want, told = alone(alone.init(params), batch)
     mine = {k: x[shares[rank]] for k, x in batch.items()}
-    nonfinite: Any = "skip" if skip else "propagate"
-    knobs: Any = {"engine": engine, "group": dist.group.WORLD, "nonfinite": nonfinite}
+    nonfinite = "skip" if skip else "propagate"
+    knobs = {"engine": engine, "group": dist.group.WORLD, "nonfinite": nonfinite}
     step = pa.make_step(each, pa.sgd(0.5), **knobs)
     new, info = step(step.init(params), mine)
     near(new.params, want.params, 1e-12)
@@ -284,14 +282,14 @@ def test_bits_of_a_polynomial_of_all_rows(rank, world, data, size, masked):
     if masked:
         weight[shares[1]] = 0.0
 
-    def total(z: Tensor, every: Tensor, weight: Tensor) -> Any:
+    def total(z, every, weight):
         return pa.Weighted(((z @ every.mT).sum(1) * weight).sum(), weight.sum())
 
-    def one(w: Tensor, batch: Any) -> Any:
+    def one(w, batch):
         z = batch["x"] @ w
         return total(z, z, batch["weight"])
 
-    def each(w: Tensor, batch: Any) -> Any:
+    def each(w, batch):
         z = pa.microbatch(lambda w, x: x @ w, microbatch_size=size)(w, batch["x"])
         return total(z, gather(z), batch["weight"])
 
@@ -307,7 +305,7 @@ def test_bits_of_a_polynomial_of_all_rows(rank, world, data, size, masked):
 
 
 @on_ranks(2)
-def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank: int, world: int) -> None:
+def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank, world):
     """No rows, or rows of no weight; what is computed again reaches the other rank as well."""
     params, batch = problem(5, 1)
     for rows, weight in ((0, 1.0), (2, 0.0)):
@@ -315,19 +313,19 @@ def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank: int, wo
         batch["weight"][5 - rows :] = weight
         share = {k: x[: 5 - rows] if rank == 0 else x[5 - rows :] for k, x in batch.items()}
 
-        def loss_with(every: Any) -> Any:
-            def loss(params: Tensors, batch: Tensors) -> Any:
+        def loss_with(every):
+            def loss(params, batch):
                 of_all = pa.remat(lambda z: every(z.sin()))(embed(params, batch["x"]))
                 seen = (embed(params, batch["y"]) @ of_all.mT).square().sum(1)
                 return pa.Weighted((seen * batch["weight"]).sum(), batch["weight"].sum())
 
             return loss
 
-        def moved(params: Tensors, step: Any, batch: Any) -> Tensor:
+        def moved(params, step, batch):
             state, _ = step(step.init(params), batch)
             return torch.stack([x.sin().sum() for x in state.params.values()]).sum()
 
-        def own_rows(params: Tensors, batch: Tensors) -> Any:
+        def own_rows(params, batch):
             seen = embed(params, batch["x"]).sin().sum(1)
             return pa.Weighted((seen * batch["weight"]).sum(), batch["weight"].sum())
 
@@ -341,38 +339,38 @@ def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank: int, wo
 # Observed runs ---------------------------------------------------------------------------
 
 
-def by_psum(w: Tensor, x: Tensor) -> Tensor:
+def by_psum(w, x):
     return (psum((w * x).sum(0)) ** 2).sum()
 
 
-def by_gather(w: Tensor, x: Tensor) -> Tensor:
+def by_gather(w, x):
     rows = gather(w * x)
     return (rows @ rows.mT).sin().sum() + rows[-1].sum()
 
 
-def by_gradient(w: Tensor, x: Tensor) -> Tensor:
+def by_gradient(w, x):
     """What is exchanged again by a derivative of the loss's own."""
     return grad(lambda x: by_gather(w, x) + by_psum(w, x))(x).cos().sum() + (w * x).sum()
 
 
-def by_torch(w: Tensor, x: Tensor) -> Tensor:
+def by_torch(w, x):
     total = x.sum(0)
     dist.all_reduce(total)
     return (w * x).sum() + (w**2 * total).sum()
 
 
 @on_ranks(2)
-def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank: int, world: int) -> None:
+def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank, world):
     """Each of them begins a new kind of batch when the other one does not; one has no rows."""
     w = torch.tensor([1.0, -2.0], dtype=torch.float64)
     of_rank = whole_numbers(3, 2), whole_numbers(0, 2)
     for loss in (by_psum, by_gather, by_gradient, by_torch):
 
-        def flagged(w: Any, b: Any, loss: Any = loss) -> pa.Weighted:
+        def flagged(w, b, loss=loss):
             return pa.Weighted(loss(w, b["x"]), 1.0)
 
         step = pa.make_step(flagged, pa.sgd(0.5), group=dist.group.WORLD)
-        calls: dict[str, Callable[[Any], Any]] = {
+        calls = {
             "step": lambda b, step=step: step(step.init(w), b),
             "func": lambda b, f=flagged: pa.grad(f)(w, b),
             "autograd": lambda b, f=flagged: pa.grad(f, engine="autograd")(w, b),
@@ -390,13 +388,13 @@ def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank: int, world: i
 
 
 @on_ranks(2)
-def test_an_observed_run_ends_where_dtensors_begin(rank: int, world: int) -> None:
+def test_an_observed_run_ends_where_dtensors_begin(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     w = {"w": distribute_tensor(whole_numbers(4, 2), mesh, [Shard(0)])}
     x = distribute_tensor(whole_numbers(4, 4, seed=1), mesh, [Shard(0)])
     held = torch.zeros(2)
 
-    def loss(p: Any, b: Any) -> Tensor:
+    def loss(p, b):
         if writes:
             held.add_(1)
         return (b["x"] @ p["w"]).square().mean()

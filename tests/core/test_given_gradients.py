@@ -28,7 +28,7 @@ dtypes = pytest.mark.parametrize("dtype", list(REAL), ids=str)
 
 
 @st.composite
-def addends(draw: st.DrawFn, dtype: torch.dtype) -> torch.Tensor:
+def addends(draw, dtype):
     """Chosen number by number, or many of very different size; the least stays far from 0."""
     real = REAL[dtype]
     width = 2 if dtype.is_complex else 1
@@ -46,7 +46,7 @@ def addends(draw: st.DrawFn, dtype: torch.dtype) -> torch.Tensor:
     return torch.view_as_complex(x) if dtype.is_complex else x[:, 0]
 
 
-def real_numbers(x: torch.Tensor) -> torch.Tensor:
+def real_numbers(x):
     """The last dimension is the real and imaginary part."""
     return torch.view_as_real(x) if x.is_complex() else x[..., None]
 

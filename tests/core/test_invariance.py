@@ -1,7 +1,5 @@
 """The full-batch gradient does not know how the batch was cut, ordered, named or scaled."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
@@ -13,7 +11,6 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, pieces, seeds
 from tests.draws import examples, generator
 from tests.exactly import (
-    Loss,
     folded,
     full_batch,
     integers,
@@ -28,13 +25,13 @@ from tests.exactly import (
 pytestmark = [pytest.mark.laws, pytest.mark.promise("bounds")]
 
 
-def accumulated(loss: Loss, params: Any, parts: Any, **knobs: Any) -> Any:
+def accumulated(loss, params, parts, **knobs):
     acc = pa.accumulator(loss.call, reduction=loss.reduction, **knobs)
     return acc.finalize(folded(acc, acc.init(params), params, parts))
 
 
 @given(seeds(), losses, st.integers(2, 12), st.data())
-def test_rows_may_be_permuted(seed: int, loss: Loss, rows: int, data: st.DataObject) -> None:
+def test_rows_may_be_permuted(seed, loss, rows, data):
     params, batch = make_params(seed), make_batch(seed, rows)
     order = torch.tensor(data.draw(st.permutations(range(rows))))
     shuffled = {key: column[order] for key, column in batch.items()}
@@ -44,9 +41,7 @@ def test_rows_may_be_permuted(seed: int, loss: Loss, rows: int, data: st.DataObj
 
 
 @given(seeds(), losses, st.integers(1, 6).flatmap(lambda rows: compositions(rows, empty=True)))
-def test_a_batch_twice_is_twice_the_sum_and_the_same_mean(
-    seed: int, loss: Loss, sizes: list[int]
-) -> None:
+def test_a_batch_twice_is_twice_the_sum_and_the_same_mean(seed, loss, sizes):
     params = make_params(seed)
     parts = pieces(make_batch(seed, sum(sizes)), sizes)
     once, twice = (accumulated(loss, params, p) for p in (parts, parts + parts))
@@ -55,10 +50,8 @@ def test_a_batch_twice_is_twice_the_sum_and_the_same_mean(
 
 
 @given(seeds(), losses, sizes, st.integers(-20, 20))
-def test_a_power_of_two_goes_through_exactly(
-    seed: int, loss: Loss, sizes: list[int], exponent: int
-) -> None:
-    def scaled(params: Any, batch: Any) -> Any:
+def test_a_power_of_two_goes_through_exactly(seed, loss, sizes, exponent):
+    def scaled(params, batch):
         out = loss.call(params, batch)
         if isinstance(out, pa.Weighted):
             return out._replace(total=out.total * 2.0**exponent)
@@ -71,19 +64,19 @@ def test_a_power_of_two_goes_through_exactly(
 
 
 @given(seeds(), st.integers(2, 12), st.data())
-def test_the_gradient_is_linear_in_the_loss(seed: int, rows: int, data: st.DataObject) -> None:
+def test_the_gradient_is_linear_in_the_loss(seed, rows, data):
     """The gradient of ``a * f + b * g`` is that combination of the gradients of f and of g."""
     params, batch = make_params(seed), make_batch(seed, rows)
     size = data.draw(st.integers(1, rows - 1))
     a, b = data.draw(st.integers(-3, 3)), data.draw(st.integers(-3, 3))
 
-    def f(p: Any, part: Any) -> Any:
+    def f(p, part):
         return row_losses(p, part).sum()
 
-    def g(p: Any, part: Any) -> Any:
+    def g(p, part):
         return (part["mask"] * (p["emb"][part["i"]].abs().sum(-1) + p["b"].max())).sum()
 
-    def gradient(loss: Any) -> Any:
+    def gradient(loss):
         return pa.grad(loss, microbatch_size=size, reduction="sum")(params, batch)
 
     both = gradient(lambda p, part: a * f(p, part) + b * g(p, part))
@@ -93,16 +86,14 @@ def test_the_gradient_is_linear_in_the_loss(seed: int, rows: int, data: st.DataO
 
 
 @given(seeds(), losses, sizes, st.permutations(["w", "emb", "b"]), st.permutations(["y", "i"]))
-def test_the_order_of_dict_keys_does_not_matter(
-    seed: int, loss: Loss, sizes: list[int], names: list[str], columns: list[str]
-) -> None:
+def test_the_order_of_dict_keys_does_not_matter(seed, loss, sizes, names, columns):
     """optree sorts the keys of a dict and torch keeps their order: leaves must not be mixed up.
 
     All leaves are nested one deeper under keys whose order differs from that of their names.
     """
     params, batch = make_params(seed), make_batch(seed, sum(sizes))
 
-    def nested(p: Any, b: Any) -> Any:
+    def nested(p, b):
         return loss.call(
             {name: tree[name] for tree in p.values() for name in tree},
             {**b["columns"], "mask": b["mask"]},
@@ -121,9 +112,7 @@ def test_the_order_of_dict_keys_does_not_matter(
 
 @examples(1 / 3)
 @given(seeds(), losses, st.integers(2, 12), st.data())
-def test_vmap_of_the_engine_is_a_loop_of_the_engine(
-    seed: int, loss: Loss, rows: int, data: st.DataObject
-) -> None:
+def test_vmap_of_the_engine_is_a_loop_of_the_engine(seed, loss, rows, data):
     g = generator(seed)
     several = {"w": integers(g, 3, 4, 2, bound=7), "emb": integers(g, 3, 5, 4)}
     several["b"] = integers(g, 3, 2)

@@ -4,40 +4,34 @@ The file sums the cosine between each microbatch's gradient and the sum before i
 into ``LAYERS``. The core does not know it.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._core.layers.order import LAYERS
-from pureaccum._core.seams import Seams, Window, judged_below, taking
-from pureaccum._core.weights import Microbatch, Weighing
+from pureaccum._core.seams import judged_below, taking
 
 
-pytestmark = [
-    pytest.mark.laws,
-]
-found: list[Tensor] = []
+pytestmark = [pytest.mark.laws]
+found = []
 
 
 # The file ----------------------------------------------------------------------------------------
 
 
-def cosines(seams: Seams, window: Window) -> Seams:
+def cosines(seams, window):
     """Sum the cosines between the gradients of microbatches and the sums before them."""
     inner, parts = taking(seams, window), list[Tensor]()
 
-    def take(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+    def take(which, grads, weighing):
         for i, grad in zip(which, grads, strict=True):
             total = window.sink.tensors[i]
             if total is not None:
                 parts.append(torch.stack([(grad * total).sum(), *map(square, (grad, total))]))
         inner(which, grads, weighing)
 
-    def judge(entry: Microbatch, weighing: Weighing | None) -> Microbatch:
+    def judge(entry, weighing):
         if parts:
             dot, one, other = torch.stack(parts).sum(0)
             found.append(dot / (one * other).sqrt())
@@ -47,7 +41,7 @@ def cosines(seams: Seams, window: Window) -> Seams:
     return seams._replace(take=take, judge=judge)
 
 
-def square(x: Tensor) -> Tensor:
+def square(x):
     return x.square().sum()
 
 
@@ -55,7 +49,7 @@ def square(x: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _asked() -> Iterator[None]:
+def _asked():
     found.clear()
     LAYERS.append((lambda rule: True, cosines))
     yield
@@ -68,11 +62,11 @@ def _asked() -> Iterator[None]:
 ROWS = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 4.0], [-2.0, 1.0]])
 
 
-def loss(params: Any, x: Tensor) -> Tensor:
+def loss(params, x):
     return ((x @ params["w"]).tanh() + params["b"]).square().mean()
 
 
-def by_hand(params: Any) -> list[Tensor]:
+def by_hand(params):
     total, cosines = torch.zeros(3), []
     for x in ROWS.split(1):
         grads = torch.func.grad(loss)(params, x)
@@ -85,14 +79,14 @@ def by_hand(params: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("knobs", [{}, {"nonfinite": "skip"}, {"has_aux": True}], ids=str)
-def test_the_cosines_of_a_batch(engine: Any, knobs: Any) -> None:
+def test_the_cosines_of_a_batch(engine, knobs):
     params = {"w": torch.tensor([0.3, -0.2]), "b": torch.tensor(0.5)}
     own = (lambda p, x: (loss(p, x), {})) if "has_aux" in knobs else loss
     pa.grad(own, microbatch_size=1, engine=engine, **knobs)(params, ROWS)
     torch.testing.assert_close(found[-3:], by_hand(params), rtol=1e-5, atol=1e-6)
 
 
-def test_without_the_line_none_of_it_runs() -> None:
+def test_without_the_line_none_of_it_runs():
     LAYERS.pop()
     pa.grad(loss, microbatch_size=1)({"w": torch.ones(2), "b": torch.tensor(0.5)}, ROWS)
     assert not found

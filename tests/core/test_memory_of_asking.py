@@ -4,47 +4,42 @@ What is asked runs without recording, and is gone before the microbatch's own gr
 dispatch mode would see each tensor, and nobody asks under one: torch's profiler counts the bytes.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 import pureaccum as pa
 from pureaccum._core import coupling
 
 
-pytestmark = [
-    pytest.mark.bounds,
-]
+pytestmark = [pytest.mark.bounds]
 PARTS, WIDTH = 4, 64
 STATE = torch.get_rng_state().numel()  # bytes of where a generator stands, which is kept
 
 
-def layers(*more: nn.Module) -> nn.Module:
+def layers(*more):
     torch.manual_seed(0)
     each = (layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), *more))
     return nn.Sequential(*each)
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
+NETWORKS = {
     "float32": layers,
     "dropout": lambda: layers(nn.Dropout(0.1)),  # asked where nothing is random
     "bfloat16": lambda: layers().bfloat16(),  # asked in float64, too
 }
 
 
-def run_of(way: str, name: str, check: bool) -> Callable[[], object]:
+def run_of(way, name, check):
     net = NETWORKS[name]()
     params = {key: p.detach() for key, p in net.named_parameters()}
     x = torch.randn(64 * PARTS, WIDTH, dtype=next(net.parameters()).dtype)
 
-    def loss(params: Any, x: Tensor) -> Tensor:
+    def loss(params, x):
         return (functional_call(net, params, (x,)).float() ** 2).mean()
 
-    knobs: Any = {"microbatch_size": 64, "check": check}
+    knobs = {"microbatch_size": 64, "check": check}
     if way == "value":
         value = pa.value(loss, **knobs)
         return lambda: value(params, x)
@@ -56,13 +51,13 @@ def run_of(way: str, name: str, check: bool) -> Callable[[], object]:
     return lambda: step(state, x)
 
 
-def peak(run: Callable[[], object]) -> int:
+def peak(run):
     """The most bytes of a CPU that were alive at once, beyond what was there before."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         run()
     live = most = 0
-    events: list[Any] = [*profile.profiler.kineto_results.events()]  # pyright: ignore
+    events = [*profile.profiler.kineto_results.events()]
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             live += event.nbytes()
@@ -72,8 +67,8 @@ def peak(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("way", ["value", "auto", "func", "autograd", "step", "donated step"])
-def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way: str, name: str) -> None:
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # or it would not be the first
+def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way, name):
+    coupling._answers.clear()  # or it would not be the first
     asking, plain = (peak(run_of(way, name, check)) for check in (True, False))
     assert asking <= plain + STATE
     assert plain > 4 * 64 * WIDTH  # it was measured

@@ -1,15 +1,12 @@
 """Metrics beside a loss, each with a weight of its own: those of the whole batch in any cut."""
 
 import math
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing.strategies import compositions, seeds
@@ -21,7 +18,7 @@ ROWS = 7
 WORDS = {"accuracy": "concat", "each": {"nll": "sum"}, "top": "max", "least": "min", "seen": "sum"}
 
 
-def tokens(seed: int) -> dict[str, Tensor]:
+def tokens(seed):
     """Rows of which some have no token at all."""
     drawn = generator(seed)
     mask = torch.randint(0, 2, (ROWS, 4), generator=drawn).bool()
@@ -30,7 +27,7 @@ def tokens(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randint(-9, 10, (ROWS, 4), generator=drawn).float(), "mask": mask}
 
 
-def loss(w: Tensor, batch: Any) -> Any:
+def loss(w, batch):
     x, mask = batch["x"] * w, batch["mask"]
     right = (x > 0) & mask
     metrics = {
@@ -43,7 +40,7 @@ def loss(w: Tensor, batch: Any) -> Any:
     return pa.Weighted((x * mask).sum(), len(x)), metrics
 
 
-def check(w: Tensor, batch: Any, metrics: Any) -> None:
+def check(w, batch, metrics):
     x, mask = (batch["x"] * w).double(), batch["mask"]
     count = int(mask.sum())
     accuracy = Fraction(int(((x > 0) & mask).sum()), count)
@@ -53,46 +50,46 @@ def check(w: Tensor, batch: Any, metrics: Any) -> None:
     assert (metrics["top"], metrics["least"], metrics["seen"]) == (x.max(), x.min(), ROWS)
 
 
-def by_value(sizes: list[int]) -> Any:
+def by_value(sizes):
     return pa.value(loss, has_aux=True, microbatch_size=sizes, aux_reduction=WORDS)
 
 
-def by_stream(sizes: list[int]) -> Any:
+def by_stream(sizes):
     of = pa.value(loss, has_aux=True, stream=True, aux_reduction=WORDS)
     return lambda w, batch: of(w, pa.microbatches(batch, sizes))
 
 
-def by_grad(sizes: list[int]) -> Any:
+def by_grad(sizes):
     of = pa.grad_and_value(loss, has_aux=True, microbatch_size=sizes, aux_reduction=WORDS)
     return lambda w, batch: of(w, batch)[1]
 
 
-def by_step(sizes: list[int], **knobs: Any) -> Any:
+def by_step(sizes, **knobs):
     knobs = {"has_aux": True, "aux_reduction": WORDS, "microbatch_size": sizes} | knobs
     step = pa.make_step(loss, pa.sgd(0.0), **knobs)
 
-    def call(w: Tensor, batch: Any) -> Any:
+    def call(w, batch):
         info = step(step.init(w), batch)[1]
         return info.loss, info.aux
 
     return call
 
 
-def by_window(sizes: list[int], **knobs: Any) -> Any:
+def by_window(sizes, **knobs):
     step = pa.make_step(loss, pa.sgd(0.0), has_aux=True, aux_reduction=WORDS, **knobs)
 
-    def call(w: Tensor, batch: Any) -> Any:
+    def call(w, batch):
         info = step.window(step.init(w), pa.microbatches(batch, sizes))[1]
         return info.loss, info.aux
 
     return call
 
 
-def by_microbatch(sizes: list[int]) -> Any:
+def by_microbatch(sizes):
     return pa.microbatch(loss, microbatch_size=sizes, reduce=("sum", WORDS))
 
 
-WAYS: dict[str, Callable[[list[int]], Any]] = {
+WAYS = {
     "value": by_value,
     "stream": by_stream,
     "grad": by_grad,
@@ -106,7 +103,7 @@ WAYS: dict[str, Callable[[list[int]], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @given(seeds(), compositions(ROWS))
-def test_each_metric_is_that_of_the_whole_batch(way: str, seed: int, sizes: list[int]) -> None:
+def test_each_metric_is_that_of_the_whole_batch(way, seed, sizes):
     w, batch = torch.tensor(2.0), tokens(seed)
     value, metrics = WAYS[way](sizes)(w, batch)
     check(w, batch, metrics)
@@ -115,7 +112,7 @@ def test_each_metric_is_that_of_the_whole_batch(way: str, seed: int, sizes: list
 
 @pytest.mark.parametrize("transform", [pa.value, pa.grad_and_value])
 @given(seeds())
-def test_a_batch_that_is_not_cut_has_the_same_metrics(transform: Any, seed: int) -> None:
+def test_a_batch_that_is_not_cut_has_the_same_metrics(transform, seed):
     w, batch = torch.tensor(2.0), tokens(seed)
     result = transform(loss, has_aux=True)(w, batch)
     metrics = result[1] if transform is pa.value else result[1][1]
@@ -124,7 +121,7 @@ def test_a_batch_that_is_not_cut_has_the_same_metrics(transform: Any, seed: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 2, 7])
-def test_a_compiled_step_has_the_same_metrics(size: int) -> None:
+def test_a_compiled_step_has_the_same_metrics(size):
     w, batch = torch.tensor(2.0), tokens(1)
     for way in (by_step, by_window):
         knobs = {"compile": {"backend": "eager"}, "microbatch_size": size}
@@ -133,10 +130,10 @@ def test_a_compiled_step_has_the_same_metrics(size: int) -> None:
 
 
 @given(seeds(), st.sampled_from([0.0, math.nan, math.inf]))
-def test_a_microbatch_without_weight_or_that_is_skipped_adds_nothing(seed: int, bad: float) -> None:
+def test_a_microbatch_without_weight_or_that_is_skipped_adds_nothing(seed, bad):
     """A metric that is NaN over no token, and a microbatch that is left out with its weight."""
 
-    def spoiled(w: Tensor, x: Tensor) -> Any:
+    def spoiled(w, x):
         mean = pa.Weighted(x[:, 0].sum() * (x[:, 1] > 0).any() / x[:, 1].sum() * x[:, 1].sum(), 1)
         counted = pa.Weighted((x[:, 0] * x[:, 1]).sum() / x[:, 1].sum(), x[:, 1].sum())
         return (x[:, 0] * w).sum(), {"none": counted, "mean": mean}
@@ -151,8 +148,8 @@ def test_a_microbatch_without_weight_or_that_is_skipped_adds_nothing(seed: int, 
     assert info.aux["none"] == (3.0 + 7.0 + (bad if finite else 0)) / (2 + finite)
 
 
-def test_metrics_of_no_weight_are_nan() -> None:
-    def nothing(w: Tensor, x: Tensor) -> Any:
+def test_metrics_of_no_weight_are_nan():
+    def nothing(w, x):
         return (x * w).sum(), {"mean": pa.Weighted(x.sum(), 0), "int": pa.Weighted(3, 2)}
 
     for size in (None, 1, 2):
@@ -167,12 +164,12 @@ def test_metrics_of_no_weight_are_nan() -> None:
     [
         (pa.Weighted(torch.ones(2), 1), "the total of .*'m'.*shape"),
         (pa.Weighted(torch.ones(()), torch.ones(2)), "weight"),
-        (pa.Weighted("much", 1), "a str"),  # pyright: ignore
+        (pa.Weighted("much", 1), "a str"),
     ],
 )
 @pytest.mark.parametrize("size", [None, 1])
-def test_what_is_no_mean_is_refused(mean: Any, words: str, size: int | None) -> None:
-    knobs: Any = {"has_aux": True, "microbatch_size": size, "reduction": "sum"}
+def test_what_is_no_mean_is_refused(mean, words, size):
+    knobs = {"has_aux": True, "microbatch_size": size, "reduction": "sum"}
     with pytest.raises((TypeError, ValueError), match=words if size else "total|weight"):
         pa.value(lambda w, x: ((w * x).sum(), {"m": mean}), **knobs)(torch.ones(()), torch.ones(2))
 
@@ -182,17 +179,17 @@ def test_what_is_no_mean_is_refused(mean: Any, words: str, size: int | None) -> 
 
 @pytest.mark.parametrize("way", ["whole", "cut", "stream"])
 @pytest.mark.parametrize("mode", ["compute", "autocast"])
-def test_a_policy_is_that_of_the_step(way: str, mode: str) -> None:
+def test_a_policy_is_that_of_the_step(way, mode):
     seen = set[torch.dtype]()
 
-    def squares(w: Tensor, x: Tensor) -> Any:
+    def squares(w, x):
         out = x @ w
         seen.add(out.dtype)
         return out.square().mean(), {"out": out.sum(), "mean": pa.Weighted(out.sum(), len(x))}
 
     w, x = torch.ones(4, 2), torch.arange(24.0).reshape(6, 4) / 7
     policy = pa.Policy(**{mode: torch.bfloat16})
-    knobs: Any = {"policy": policy, "aux_reduction": "sum", "check": False}
+    knobs = {"policy": policy, "aux_reduction": "sum", "check": False}
     step = pa.make_step(squares, pa.sgd(0.0), has_aux=True, microbatch_size=2, **knobs)
     _, info = step(step.init(w), x)
     cut = {"whole": {}, "cut": {"microbatch_size": 2}, "stream": {"stream": True}}[way]
@@ -209,7 +206,7 @@ def test_a_policy_is_that_of_the_step(way: str, mode: str) -> None:
 
 
 @given(seeds(), compositions(ROWS), st.sampled_from([None, 1, 2, [3]]))
-def test_a_stream_of_batches_is_one_batch(seed: int, sizes: list[int], size: Any) -> None:
+def test_a_stream_of_batches_is_one_batch(seed, sizes, size):
     x = torch.randint(-9, 10, (ROWS,), generator=generator(seed)).float()
     size = None if size == [3] else size
     value = pa.value(lambda w, x: (w * x).sum(), reduction="sum", stream=True, microbatch_size=size)
@@ -220,7 +217,7 @@ def test_a_stream_of_batches_is_one_batch(seed: int, sizes: list[int], size: Any
     assert abs(got - whole) <= (ROWS + 2) * 2**-24 * 2 * float(x.abs().sum()) / ROWS
 
 
-def test_several_streams_go_side_by_side() -> None:
+def test_several_streams_go_side_by_side():
     value = pa.value(
         lambda w, x, y: (w * x * y).sum(), batch_argnums=(1, 2), reduction="sum", stream=True
     )
@@ -230,7 +227,7 @@ def test_several_streams_go_side_by_side() -> None:
         value(torch.tensor(1.0), x.split(2), x.split(2)[:2])
 
 
-def test_what_is_no_stream_is_refused() -> None:
+def test_what_is_no_stream_is_refused():
     value = pa.value(lambda w, x: (w * x).mean(), stream=True)
     for batch in (torch.ones(4), {"x": torch.ones(4)}, 3):
         with pytest.raises(TypeError, match="with stream=True, an iterable of batches"):
@@ -243,13 +240,13 @@ def test_what_is_no_stream_is_refused() -> None:
     with pytest.raises(ValueError, match="has 2 rows"):
         rows(torch.tensor(1.0), [(torch.ones(3), torch.ones(2))])
     with pytest.raises(TypeError, match="policy is 'bf16'"):
-        pa.value(lambda w, x: (w * x).mean(), policy="bf16")  # pyright: ignore
+        pa.value(lambda w, x: (w * x).mean(), policy="bf16")
 
 
-def test_a_write_to_a_later_batch_of_a_stream_is_seen() -> None:
+def test_a_write_to_a_later_batch_of_a_stream_is_seen():
     calls = 0
 
-    def writing(w: Tensor, x: Tensor) -> Tensor:
+    def writing(w, x):
         nonlocal calls
         calls += 1
         if calls == 3:

@@ -5,7 +5,6 @@ all rows at once, in any order. Its numbers are integers and every sum of them i
 wrong bit is a fault. The same program with nothing cut is what it is compared with.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ class Program(NamedTuple):
     params: dict[str, Any]
     batch: dict[str, Any]
 
-    def loss(self, kind: str, params: Any, batch: Any, cut: Any = whole, more: Any = None) -> Any:
+    def loss(self, kind, params, batch, cut=whole, more=None):
         """Of plain code; with ``more``, that stands for a maximum."""
         x, values = batch, list[Any]()
         for what, reads in self.ops[:-1]:
@@ -65,21 +64,21 @@ class Program(NamedTuple):
         return last(params, x, *[values[i] for i in reads])
 
 
-def with_values(p: Any, h: Tensor, values: Any) -> Tensor:
+def with_values(p, h, values):
     for value in values:
         kept, rows, tokens = value["rest"]
         h = h + value["at"] * p["gain"] + kept * p["bias"] + (rows + tokens)
     return h
 
 
-def share(what: str, p: Any, x: Any, *values: Any) -> Any:
+def share(what, p, x, *values):
     h = with_values(p, x["h"][0], values)
     distinct = h * 16 + x["id"].unsqueeze(1)  # a tie would be shared otherwise
     at = distinct if what == "max" else (h * x["keep"].unsqueeze(1)).sum(0)
     return {"at": at, "rest": (x["keep"].sum(), len(x["tokens"]), x["tokens"].sum())}
 
 
-def moved(what: str, larger: Callable[..., Tensor], p: Any, x: Any, *values: Any) -> Any:
+def moved(what, larger, p, x, *values):
     (h,), skip = x["h"], x["skip"]
     if what == "max":
         h = larger(h, h.flip(1))
@@ -97,7 +96,7 @@ def moved(what: str, larger: Callable[..., Tensor], p: Any, x: Any, *values: Any
     return {**x, "h": (with_values(p, h, values),), "skip": skip}
 
 
-def ending(what: str, kind: str, p: Any, x: Any, *values: Any) -> Any:
+def ending(what, kind, p, x, *values):
     """The loss; NaN wherever all weights are zero."""
     h = with_values(p, x["h"][0] + p["bias"], values)
     each = {"dot": h * x["y"], "abs": (h + x["y"]).abs(), "squared": (h + x["y"]) ** 2}[what]
@@ -111,10 +110,10 @@ def ending(what: str, kind: str, p: Any, x: Any, *values: Any) -> Any:
 # Data --------------------------------------------------------------------------------------
 
 
-def data(seed: int, rows: int, high: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def data(seed, rows, high):
     g = generator(seed)
 
-    def some(*shape: int) -> Tensor:
+    def some(*shape):
         return integers(g, *shape, bound=high)
 
     params = {
@@ -136,11 +135,10 @@ def data(seed: int, rows: int, high: int) -> tuple[dict[str, Any], dict[str, Any
     return params, batch
 
 
-def fits(program: Program) -> bool:
+def fits(program):
     """Whether no number can pass 2**24: the same on absolute values, sums for maxima."""
     params, batch = optree.tree_map(
-        lambda x: x.double().abs() if x.is_floating_point() else x,
-        (program.params, program.batch),
+        lambda x: x.double().abs() if x.is_floating_point() else x, (program.params, program.batch)
     )
     loss = partial(program.loss, "sum", batch=batch, more=Tensor.sum)
     grads, value = torch.func.grad_and_value(loss)(params)
@@ -148,7 +146,7 @@ def fits(program: Program) -> bool:
     return max(x.abs().max() for x in (value, *optree.tree_leaves(grads))) < LIMIT / 2**ties
 
 
-def build(ops: list[tuple[str, tuple[int, ...]]], seed: int, rows: int) -> Program:
+def build(ops, seed, rows):
     """With numbers as large as they may be; of operations that grow too fast, the first ones."""
     while True:
         for high in (15, 7, 3, 2, 1):
@@ -161,10 +159,10 @@ def build(ops: list[tuple[str, tuple[int, ...]]], seed: int, rows: int) -> Progr
 
 
 @st.composite
-def programs(draw: st.DrawFn, rows: int, least: int = 0) -> Program:
-    ops: list[tuple[str, tuple[int, ...]]] = []
+def programs(draw, rows, least=0):
+    ops = []
 
-    def reads() -> tuple[int, ...]:
+    def reads():
         sums = sum(what in SUMS for what, _ in ops)
         some = st.lists(st.integers(0, sums - 1), unique=True, max_size=2) if sums else st.just([])
         return tuple(draw(some))
@@ -179,7 +177,7 @@ def programs(draw: st.DrawFn, rows: int, least: int = 0) -> Program:
 # Gradients ---------------------------------------------------------------------------------
 
 
-def full_batch(program: Program, kind: str) -> tuple[Any, Tensor]:
+def full_batch(program, kind):
     """Gradients and value as torch.func gives them; of ``Weighted``, divided once."""
     loss = partial(program.loss, kind, batch=program.batch)
     if kind != "weighted":
@@ -190,8 +188,8 @@ def full_batch(program: Program, kind: str) -> tuple[Any, Tensor]:
     return optree.tree_map(lambda g: g / by, grads), (value.double() / weight).float()
 
 
-def backward(loss: Any) -> Any:
-    def run(params: Any, batch: Any) -> Any:
+def backward(loss):
+    def run(params, batch):
         params = optree.tree_map(lambda x: x.clone().requires_grad_(), params)
         value = loss(params, batch)
         value.backward()
@@ -210,7 +208,7 @@ WAYS = {
 ways = pytest.mark.parametrize("way", WAYS)
 
 
-def is_exact(kind: str, sizes: list[int]) -> bool:
+def is_exact(kind, sizes):
     """Means of a microbatch round in the loss, unless it has a power of two of rows."""
     return kind != "mean" or all(size & (size - 1) == 0 for size in sizes)
 
@@ -219,9 +217,7 @@ def is_exact(kind: str, sizes: list[int]) -> bool:
 @ways
 @examples(1 / 2)
 @given(st.data())
-def test_any_program_and_any_cut_give_the_bits_of_the_full_batch(
-    kind: str, way: str, data: st.DataObject
-) -> None:
+def test_any_program_and_any_cut_give_the_bits_of_the_full_batch(kind, way, data):
     """Even where a microbatch without any weight is NaN; what it adds to sums counts.
 
     The sum of all weights is a power of two, since a mean is divided before it is differentiated.
@@ -244,7 +240,7 @@ def test_any_program_and_any_cut_give_the_bits_of_the_full_batch(
 @kinds
 @examples(1 / 6)
 @given(st.data())
-def test_every_size_gives_the_bits_of_the_full_batch(kind: str, data: st.DataObject) -> None:
+def test_every_size_gives_the_bits_of_the_full_batch(kind, data):
     program = data.draw(programs(8, least=3))
     program.batch["mask"][:] = torch.tensor([0, 3, 0, 0, 1, 2, 0, 2])
     want, want_value = full_batch(program, kind)
@@ -254,11 +250,11 @@ def test_every_size_gives_the_bits_of_the_full_batch(kind: str, data: st.DataObj
         assert_trees_bitwise_equal(pa.value(loss)(program.params, program.batch), want_value)
 
 
-def test_a_microbatch_alone_is_another_function() -> None:
+def test_a_microbatch_alone_is_another_function():
     """The control: the same program, as if its rows were not coupled, gives other gradients."""
     program = build([("sum", ()), ("relu", (0,)), ("squared", ())], 3, 8)
     want, _ = full_batch(program, "sum")
-    knobs: Any = {"microbatch_size": 3, "reduction": "sum"}
+    knobs = {"microbatch_size": 3, "reduction": "sum"}
     with pytest.raises(pa.CoupledLossError):
         pa.grad(partial(program.loss, "sum"), **knobs)(program.params, program.batch)
     plain = pa.grad(partial(program.loss, "sum"), **knobs, check=False)
@@ -270,23 +266,23 @@ def test_a_microbatch_alone_is_another_function() -> None:
 # A whole step ----------------------------------------------------------------------------------
 
 
-def everything(kind: str, cut: Any = whole) -> Any:
+def everything(kind, cut=whole):
     """Keys, buffers, weights and aux; numbers so small that bfloat16 has them."""
 
-    def encode(p: Any, b: Any, keys: Tensor) -> Tensor:
+    def encode(p, b, keys):
         return pa.dropout(b["x"] @ p["w"], 0.5, keys)
 
-    def share(p: Any, h: Tensor) -> Tensor:
+    def share(p, h):
         return h.float().sum(0)
 
-    def last(p: Any, h: Tensor, b: Any, keys: Tensor, s: Tensor) -> Any:
+    def last(p, h, b, keys, s):
         h = pa.dropout(h + (p["gain"] * s).to(h), 0.5, pa.fold_in(keys, 1))
         rows = (h * b["y"]).float().sum(1)
         total = pa.Weighted((rows * b["mask"]).sum(), b["mask"].sum())
         total = total if kind == "weighted" else rows.sum() if kind == "sum" else rows.mean()
         return total, rows, keys, h != 0
 
-    def loss(p: Any, b: Any, keys: Tensor, buffers: Any) -> Any:
+    def loss(p, b, keys, buffers):
         h = cut(encode, batch_argnums=(1, 2))(p, b, keys)
         s = cut(share, reduce="sum")(p, h)
         words = ("mean" if kind == "mean" else "sum", "concat", "concat", "concat")
@@ -302,9 +298,7 @@ def everything(kind: str, cut: Any = whole) -> Any:
 @kinds
 @examples(1 / 2)
 @given(data=st.data(), seed=seeds(), size=st.sampled_from([1, 2, 4, 7]))
-def test_a_step_with_everything_is_the_step_over_the_full_batch(
-    kind: str, data: st.DataObject, seed: int, size: int
-) -> None:
+def test_a_step_with_everything_is_the_step_over_the_full_batch(kind, data, seed, size):
     """No cut moves a mask, or a bit of parameters, buffers and all that a step tells."""
     g = generator(seed)
     params = {"w": integers(g, 3, WIDTH, bound=1), "gain": integers(g, WIDTH, bound=1)}
@@ -313,7 +307,7 @@ def test_a_step_with_everything_is_the_step_over_the_full_batch(
     size = min(size, 4) if kind == "mean" else size
     scale = data.draw(st.sampled_from([None, 10, 0]))
     policies = [None, pa.Policy(compute=torch.bfloat16), pa.Policy()]
-    knobs: dict[str, Any] = {
+    knobs = {
         "loss_scale": None if scale is None else pa.dynamic_loss_scale(2.0**scale),
         "policy": data.draw(st.sampled_from(policies)),
         "engine": data.draw(st.sampled_from(["func", "autograd"])),
@@ -322,7 +316,7 @@ def test_a_step_with_everything_is_the_step_over_the_full_batch(
         "keys": True,
     }
     buffers = {"mean": torch.tensor([4.0, -2.0]), "n": torch.tensor(3)}
-    results: list[Any] = []
+    results = []
     for cut in (whole, pieces(size)):
         optimizer = pa.chain(pa.clip_by_global_norm(4.0), pa.sgd(2.0**-3, momentum=0.5))
         step = pa.make_step(everything(kind, cut), optimizer, **knobs)
@@ -333,11 +327,11 @@ def test_a_step_with_everything_is_the_step_over_the_full_batch(
     assert new.buffers["n"] == 4  # once, and not for every microbatch
 
 
-def test_a_step_that_is_not_finite_is_not_applied() -> None:
+def test_a_step_that_is_not_finite_is_not_applied():
     params, x = torch.ones(2), torch.ones(6, 2)
     x[5, 0] = torch.nan
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return pieces(4)(lambda w, x: x * w)(w, x).sum(0).square().mean()
 
     step = pa.make_step(loss, pa.sgd(0.5), loss_scale=pa.dynamic_loss_scale(8.0))
@@ -350,14 +344,14 @@ def test_a_step_that_is_not_finite_is_not_applied() -> None:
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-def test_a_policy_casts_what_is_given_and_nothing_in_between(engine: Any) -> None:
+def test_a_policy_casts_what_is_given_and_nothing_in_between(engine):
     """What a function of rows widens on purpose stays so: 257 is no number of bfloat16."""
 
-    def encode(w: Tensor, x: Tensor) -> Any:
+    def encode(w, x):
         assert w.dtype == x.dtype == torch.bfloat16
         return {"h": x * w, "wide": x.float() + 256}
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         rows = pieces(3)(encode)(w, x)
         return pieces(2)(
             lambda x: (x["h"].float() * x["wide"]).sum(), batch_argnums=0, reduce="sum"
@@ -370,16 +364,16 @@ def test_a_policy_casts_what_is_given_and_nothing_in_between(engine: Any) -> Non
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_sum_over_many_tokens_fits_into_half_precision(engine: Any, size: int) -> None:
+def test_a_sum_over_many_tokens_fits_into_half_precision(engine, size):
     """Under a loss scale, with weights of some hundred tokens in each row."""
     g = generator(0)
     params = {"w": integers(g, 3, 2, bound=1), "gain": torch.ones(2)}
     batch = {"x": integers(g, 8, 3, bound=1), "mask": torch.tensor([512, 0, 256, 512] * 2)}
 
-    def loss(p: Any, b: Any, cut: Any) -> Any:
+    def loss(p, b, cut):
         s = cut(lambda p, b: b["x"] @ p["w"])(p, b).sum(0) * p["gain"] / 8
 
-        def last(p: Any, b: Any, s: Tensor) -> Any:
+        def last(p, b, s):
             rows = ((b["x"] @ p["w"]) * s).sum(1).float()
             return pa.Weighted((rows * b["mask"]).sum(), b["mask"].sum())
 

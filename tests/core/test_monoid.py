@@ -1,7 +1,5 @@
 """The accumulator is a commutative monoid, to the bit where the data are exact."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
@@ -11,8 +9,8 @@ from torch.utils import _pytree as torch_pytree
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
-from pureaccum.testing.strategies import Fault, faults, merge_along, merge_trees, pieces, seeds
-from tests.exactly import Loss, folded, losses, make_batch, make_params, sizes
+from pureaccum.testing.strategies import faults, merge_along, merge_trees, pieces, seeds
+from tests.exactly import folded, losses, make_batch, make_params, sizes
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("monoid")]
@@ -21,7 +19,7 @@ pytestmark = [pytest.mark.laws, pytest.mark.promise("monoid")]
 class World:
     """An accumulator, its params, and microbatches, of which one may be spoilt."""
 
-    def __init__(self, seed: int, loss: Loss, sizes: list[int], fault: Fault | None, donate: bool):
+    def __init__(self, seed, loss, sizes, fault, donate):
         self.acc = pa.accumulator(loss.call, reduction=loss.reduction, nonfinite="skip")
         self.params = make_params(seed)
         self.parts = pieces(make_batch(seed, sum(sizes)), sizes)
@@ -29,7 +27,7 @@ class World:
         if fault:
             self.parts = fault.spoil(self.parts)
 
-    def state(self, parts: Any = None) -> pa.AccumState:
+    def state(self, parts=None):
         return folded(
             self.acc,
             self.acc.init(self.params),
@@ -37,26 +35,26 @@ class World:
             self.parts if parts is None else parts,
         )
 
-    def singles(self) -> list[pa.AccumState]:
+    def singles(self):
         return [self.state([part]) for part in self.parts]
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw):
     cut = draw(sizes)
     fault = draw(st.none() | faults(len(cut)))
     return World(draw(seeds()), draw(losses), cut, fault, draw(st.booleans()))
 
 
 @given(worlds())
-def test_init_is_the_identity(world: World) -> None:
+def test_init_is_the_identity(world):
     state, nothing = world.state(), world.acc.init(world.params)
     assert_trees_bitwise_equal(world.acc.merge(nothing, state), state)
     assert_trees_bitwise_equal(world.acc.merge(state, nothing), state)
 
 
 @given(worlds())
-def test_update_is_merge_with_the_state_of_one_microbatch(world: World) -> None:
+def test_update_is_merge_with_the_state_of_one_microbatch(world):
     *earlier, last = world.parts
     before = world.state(earlier)
     merged = world.acc.merge(before, world.state([last]))
@@ -65,7 +63,7 @@ def test_update_is_merge_with_the_state_of_one_microbatch(world: World) -> None:
 
 
 @given(worlds(), st.data())
-def test_merge_is_associative_and_commutative(world: World, data: st.DataObject) -> None:
+def test_merge_is_associative_and_commutative(world, data):
     """Any order, and any tree of merges."""
     states = world.singles()
     merges = data.draw(merge_trees(len(states)))
@@ -73,7 +71,7 @@ def test_merge_is_associative_and_commutative(world: World, data: st.DataObject)
 
 
 @given(worlds())
-def test_a_state_survives_both_tree_libraries(world: World) -> None:
+def test_a_state_survives_both_tree_libraries(world):
     """All six fields, tensors only, and one can go on from what came back."""
     state = world.state()
     for flatten, unflatten in (

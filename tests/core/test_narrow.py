@@ -4,13 +4,10 @@ Each microbatch's own gradient is an integer that 16 bits hold (below 2**8 in bf
 float16) while the batch's is not; and a sum may leave the range of float16 where its mean does not.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -143,7 +140,7 @@ def test_the_plain_sum_of_those_gradients_overflows():
 FINE = torch.tensor([1.0, 2.0**-12])  # their sum has more digits than bfloat16
 
 
-def test_gradients_of_a_microbatched_function_are_summed_wide() -> None:
+def test_gradients_of_a_microbatched_function_are_summed_wide():
     """In float32, and rounded once, to the parameter's dtype."""
     ones = torch.full((300,), 1.0, dtype=torch.bfloat16)
     total = pa.microbatch(lambda w, x: (w * x).sum(), microbatch_size=1, reduce="sum")
@@ -154,11 +151,11 @@ def test_gradients_of_a_microbatched_function_are_summed_wide() -> None:
 
 @pytest.mark.parametrize("captured", [False, True], ids=["given", "captured"])
 @pytest.mark.parametrize("word", ["sum", "concat"])
-def test_a_cast_gives_way_to_its_master(word: str, captured: bool) -> None:
+def test_a_cast_gives_way_to_its_master(word, captured):
     """A policy's cast is made in each microbatch, so that the master's gradient stays wide."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
-        def of(w: Tensor, x: Tensor) -> Tensor:
+    def loss(params, batch):
+        def of(w, x):
             return (w * x).sum() if word == "sum" else w * x
 
         if captured:
@@ -173,10 +170,10 @@ def test_a_cast_gives_way_to_its_master(word: str, captured: bool) -> None:
     assert state.params["w"] == -(1 + 2**-12)
 
 
-def test_a_cast_that_was_written_to_is_a_tensor_of_its_own() -> None:
+def test_a_cast_that_was_written_to_is_a_tensor_of_its_own():
     """What its master would give in its place is what it was before."""
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         with torch.no_grad():
             params["w"].mul_(2)
         return pa.microbatch(lambda w, x: w * x, microbatch_size=1)(params["w"], batch).sum()
@@ -187,10 +184,10 @@ def test_a_cast_that_was_written_to_is_a_tensor_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "in a later microbatch"])
-def test_a_loss_scale_rides_on_the_cotangent(later: bool) -> None:
+def test_a_loss_scale_rides_on_the_cotangent(later):
     """A gradient pulled with 1 is lost in float16 before the scale multiplies it."""
 
-    def of(w: Tensor, x: Tensor) -> Tensor:
+    def of(w, x):
         product = w * x if later and x < 2 else (w.half() * x.half()).float()
         return product.sum() * 2.0**-20
 

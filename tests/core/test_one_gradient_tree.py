@@ -4,12 +4,8 @@ The gradient as it comes, that multiplied by its factor, and that selected by it
 is added while the backward pass still runs, and what is handed on in its place has no memory.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._core.auto_size import counting
@@ -21,29 +17,29 @@ SIDE, ROWS = 512, 4
 LEAF = SIDE * SIDE * 4  # 1 MiB, from which on each is added by itself
 
 
-def mean(params: list[Tensor], x: Tensor) -> Tensor:
+def mean(params, x):
     return torch.stack([(x @ w).square().mean() for w in params]).sum()
 
 
-def weighted(params: list[Tensor], x: Tensor) -> pa.Weighted:
+def weighted(params, x):
     return pa.Weighted(mean(params, x) * len(x), (x[:, 0] > 0).sum())
 
 
-def whole(loss: Any, params: Any, x: Tensor, engine: Any) -> Callable[[], Any]:
+def whole(loss, params, x, engine):
     return lambda: pa.grad(loss, microbatch_size=ROWS, engine=engine)(params, x)
 
 
-def cut(loss: Any, params: Any, x: Tensor, engine: Any) -> Callable[[], Any]:
+def cut(loss, params, x, engine):
     return lambda: pa.grad(loss, microbatch_size=2, engine=engine)(params, x)
 
 
-def step(loss: Any, params: Any, x: Tensor, engine: Any) -> Callable[[], Any]:
+def step(loss, params, x, engine):
     made = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, engine=engine, donate=True)
     state = made.init(params)
     return lambda: made(state, x)
 
 
-def update(loss: Any, params: Any, x: Tensor, engine: Any) -> Callable[[], Any]:
+def update(loss, params, x, engine):
     acc = pa.accumulator(loss, engine=engine)
     state = acc.init(params)
     return lambda: acc.update(state, params, x, donate=True)
@@ -53,9 +49,7 @@ def update(loss: Any, params: Any, x: Tensor, engine: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize("loss", [mean, weighted])
 @pytest.mark.parametrize("form", [whole, cut, step, update])
 @pytest.mark.parametrize("leaves", [4, 12])
-def test_one_gradient_tree_is_alive_whatever_the_number_of_leaves(
-    form: Any, loss: Any, engine: str, leaves: int
-) -> None:
+def test_one_gradient_tree_is_alive_whatever_the_number_of_leaves(form, loss, engine, leaves):
     """Of a donated update the sums were there before; the rest are rows, and they are few."""
     params = [torch.full((SIDE, SIDE), 2.0**-9) for _ in range(leaves)]
     run = form(loss, params, torch.ones(ROWS, SIDE), engine)

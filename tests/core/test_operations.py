@@ -20,15 +20,7 @@ import pureaccum as pa
 from pureaccum._core.writes import WriteError, unguarded
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.conftest import PROFILE
-from tests.core.operations import (
-    ROWS,
-    OfOperation,
-    draws,
-    gradient_of_torch,
-    losses_of_part,
-    parts,
-    seeded,
-)
+from tests.core.operations import ROWS, draws, gradient_of_torch, losses_of_part, parts, seeded
 from tests.draws import generator
 
 
@@ -47,31 +39,31 @@ WRONG_WHERE_OBSERVED = "linalg.pinv", "polar"  # with complex numbers: pytorch#1
 class Handing:
     """An optimizer whose next parameters are the gradients."""
 
-    def init(self, params: Any) -> tuple[()]:
+    def init(self, params):
         return ()
 
-    def apply(self, grads: Any, state: tuple[()], params: Any) -> Any:
+    def apply(self, grads, state, params):
         return grads, state
 
 
 # Losses over all rows, in four ways -----------------------------------------------------------
 
 
-def plain(loss: Loss) -> Callable[[Params], Tensor]:
+def plain(loss):
     return lambda p: loss(p, ROWS)
 
 
-def total(loss: Loss) -> Callable[[Params], Tensor]:
+def total(loss):
     return lambda p: pa.microbatch(loss, microbatch_size=2, reduce="sum")(p, ROWS) / 2
 
 
-def rows(loss: Loss) -> Callable[[Params], Tensor]:
+def rows(loss):
     each = lambda p, rows: loss(p, rows) * torch.ones_like(rows)  # noqa: E731
     return lambda p: pa.microbatch(each, microbatch_size=2)(p, ROWS).mean()
 
 
-def captured(loss: Loss) -> Callable[[Params], Tensor]:
-    def of(p: Params) -> Tensor:
+def captured(loss):
+    def of(p):
         by = pa.microbatch(
             lambda rows: loss(p, rows), microbatch_size=2, reduce="sum", batch_argnums=0
         )
@@ -80,36 +72,36 @@ def captured(loss: Loss) -> Callable[[Params], Tensor]:
     return of
 
 
-def value(loss: Loss) -> Callable[[Params], Tensor]:
+def value(loss):
     return lambda p: pa.value(loss, microbatch_size=2)(p, ROWS)
 
 
 # Derivatives of them --------------------------------------------------------------------------
 
 
-def by_func(of: Of) -> Callable[[Loss, Params], Any]:
+def by_func(of):
     return lambda loss, p: grad(of(loss))(p)
 
 
-def by_backward(of: Of) -> Callable[[Loss, Params], Any]:
-    def way(loss: Loss, p: Params) -> Params:
+def by_backward(of):
+    def way(loss, p):
         leaves = [x.clone().requires_grad_() for x in p]
         return gradients(of(loss)(leaves), leaves)
 
     return way
 
 
-def gradients(out: Tensor, leaves: Params, **knobs: Any) -> Params:
+def gradients(out, leaves, **knobs):
     found = torch.autograd.grad(out, leaves, allow_unused=True, **knobs)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
 
 
-def forward_over_reverse(of: Of) -> Callable[[Loss, Params], Any]:
+def forward_over_reverse(of):
     return lambda loss, p: jvp(grad(of(loss)), (p,), (direction(p),))[1]
 
 
-def reverse_over_reverse(of: Of) -> Callable[[Loss, Params], Any]:
-    def way(loss: Loss, p: Params) -> Params:
+def reverse_over_reverse(of):
+    def way(loss, p):
         leaves = [x.clone().requires_grad_() for x in p]
         grads = gradients(of(loss)(leaves), leaves, create_graph=True)
         pairs = zip(map(real, grads), map(real, direction(p)), strict=True)
@@ -118,17 +110,17 @@ def reverse_over_reverse(of: Of) -> Callable[[Loss, Params], Any]:
     return way
 
 
-def direction(p: Params) -> Params:
+def direction(p):
     random = generator(1)
     return [torch.randn(x.shape, generator=random, dtype=x.dtype) for x in p]
 
 
-def real(x: Tensor) -> Tensor:
+def real(x):
     x = x.to_dense() if x.is_sparse else x
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def step(loss: Loss, p: Params) -> Any:
+def step(loss, p):
     step = pa.make_step(loss, Handing(), microbatch_size=2)
     return step(step.init(p), ROWS)[0].params
 
@@ -136,7 +128,7 @@ def step(loss: Loss, p: Params) -> Any:
 FUNC, BACKWARD = by_func(plain), by_backward(plain)
 FORWARD, REVERSE = forward_over_reverse(plain), reverse_over_reverse(plain)
 # Each way, and how plain torch computes the same.
-FIRST: dict[str, tuple[Callable[[Loss, Params], Any], Callable[[Loss, Params], Any]]] = {
+FIRST = {
     "func": (lambda loss, p: pa.grad(loss, microbatch_size=2)(p, ROWS), FUNC),
     "autograd": (
         lambda loss, p: pa.grad(loss, microbatch_size=2, engine="autograd")(p, ROWS),
@@ -172,7 +164,7 @@ REFUSED = {("tensor_split", "value"), ("tensor_split", "backward twice of value"
 
 
 @parts
-def test_every_way_gives_what_torch_gives(part: int) -> None:
+def test_every_way_gives_what_torch_gives(part):
     """Where an operation has several samples, each goes every other way, but for ``thorough``."""
     some = losses_of_part(part, *WRONG_WHERE_OBSERVED)
     for operation, group in groupby(some, lambda of: of.name.partition("[")[0]):
@@ -185,7 +177,7 @@ def test_every_way_gives_what_torch_gives(part: int) -> None:
                     check(of, name, random, by_torch)
 
 
-def check(of: OfOperation, name: str, random: bool, by_torch: dict[Any, Any]) -> None:
+def check(of, name, random, by_torch):
     """Compare one way with torch, its second call with the first, and one that nobody guards."""
     way, plain = (FIRST | SECOND)[name]
     for by in (FUNC, BACKWARD, plain):
@@ -207,7 +199,7 @@ def check(of: OfOperation, name: str, random: bool, by_torch: dict[Any, Any]) ->
         same(unseen, came, f"{said}, unguarded")
 
 
-def found(way: Callable[..., Any], of: OfOperation, loss: Any, *, guarded: bool = True) -> Any:
+def found(way, of, loss, *, guarded=True):
     """What a way gives; None where torch refuses the loss."""
     seeded()
     params = [x.clone() for x in of.params]
@@ -221,14 +213,14 @@ def found(way: Callable[..., Any], of: OfOperation, loss: Any, *, guarded: bool 
     return out
 
 
-def same(came: Any, want: Any, said: str) -> None:
+def same(came, want, said):
     try:
         assert_trees_bitwise_equal(came, want)
     except AssertionError as error:
         raise AssertionError(said) from error
 
 
-def near(came: Params, want: Params, first: Params, said: str) -> None:
+def near(came, want, first, said):
     """The same bits, or the same to half of the digits: what is not rounding is more.
 
     A second derivative may be what is left of terms as large as the first, and of their rounding.
@@ -239,17 +231,17 @@ def near(came: Params, want: Params, first: Params, said: str) -> None:
         assert size(x - y) <= 2.0**-26 * size(y) + scale, said
 
 
-def size(x: Tensor) -> float:
+def size(x):
     return float(real(x).nan_to_num(0.0, 0.0, 0.0).norm())
 
 
 class Looking(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 @parts
-def test_a_function_mode_changes_no_bit(part: int) -> None:
+def test_a_function_mode_changes_no_bit(part):
     """``microbatch`` finds what is captured by such a mode, in the run that it uses."""
     for of in losses_of_part(part, *WRONG_WHERE_OBSERVED):
         expected = gradient_of_torch(of)

@@ -4,16 +4,13 @@ Values, and gradients of first and second order, in bits: on integers, and with 
 whose numbers are powers of two wherever something is divided by them.
 """
 
-from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import optree
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -27,21 +24,21 @@ ROWS = 8
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
 
 
-def rows_of(cut: Any) -> list[int]:
+def rows_of(cut):
     return cut if isinstance(cut, list) else [len(x) for x in torch.zeros(ROWS).split(cut)]
 
 
-def data(seed: int) -> tuple[Tensor, Tensor]:
+def data(seed):
     g = generator(seed)
     return integers(g, 3, 2, bound=3), integers(g, ROWS, 3, bound=3)
 
 
-def rows(w: Tensor, x: Tensor) -> Tensor:
+def rows(w, x):
     return (x @ w) * (x[:, :2] + 1)
 
 
 # Each: the function of a microbatch, the word, and the same of the whole batch and its cut.
-WORDS: dict[str, tuple[Callable[..., Any], Any, Callable[..., Any]]] = {
+WORDS = {
     "concat": (rows, "concat", lambda w, x, sizes: rows(w, x)),
     "sum": (lambda w, x: rows(w, x).sum(0), "sum", lambda w, x, sizes: rows(w, x).sum(0)),
     "mean": (
@@ -89,7 +86,7 @@ WORDS: dict[str, tuple[Callable[..., Any], Any, Callable[..., Any]]] = {
 words = pytest.mark.parametrize("name", WORDS)
 
 
-def square(tree: Any) -> Tensor:
+def square(tree):
     """A number, of any tree, that couples all of it."""
     return sum(((x.sum(0) + x) * x).sum() for x in optree.tree_leaves(tree))
 
@@ -97,9 +94,7 @@ def square(tree: Any) -> Tensor:
 @words
 @examples(1 / 2)
 @given(st.data(), seeds())
-def test_each_word_has_the_value_gradient_and_hessian_of_the_full_batch(
-    name: str, data_: st.DataObject, seed: int
-) -> None:
+def test_each_word_has_the_value_gradient_and_hessian_of_the_full_batch(name, data_, seed):
     func, word, whole = WORDS[name]
     sizes = rows_of(data_.draw(cuts))
     if name == "mean":
@@ -118,7 +113,7 @@ def test_each_word_has_the_value_gradient_and_hessian_of_the_full_batch(
 
 @pytest.mark.parametrize("word", ["max", "min"])
 @given(cuts, seeds())
-def test_the_largest_and_the_smallest_of_all_rows_are_found(word: str, cut: Any, seed: int) -> None:
+def test_the_largest_and_the_smallest_of_all_rows_are_found(word, cut, seed):
     w, x = data(seed)
     func = lambda w, x: {"float": (f := getattr(rows(w, x), "a" + word)(0)), "int": f.long()}  # noqa: E731
     got = pa.microbatch(func, microbatch_size=cut, reduce=word)(w, x)
@@ -130,9 +125,7 @@ def test_the_largest_and_the_smallest_of_all_rows_are_found(word: str, cut: Any,
 
 @pytest.mark.parametrize("word", ["max", "min"])
 @given(cuts, seeds())
-def test_microbatches_that_tie_share_the_gradient_of_the_largest(
-    word: str, cut: Any, seed: int
-) -> None:
+def test_microbatches_that_tie_share_the_gradient_of_the_largest(word, cut, seed):
     """Evenly, as those of torch's amax and amin do; halves and quarters are exact."""
     w, x = data(seed)
     sizes = rows_of(cut)
@@ -151,7 +144,7 @@ def test_microbatches_that_tie_share_the_gradient_of_the_largest(
 
 
 @given(cuts, seeds())
-def test_a_reducer_of_the_user_s_is_applied(cut: Any, seed: int) -> None:
+def test_a_reducer_of_the_user_s_is_applied(cut, seed):
     """It is given one value a microbatch, and the rows of that as its weight."""
     w, x = data(seed)
     best = pa.Reducer(
@@ -172,12 +165,12 @@ def test_a_reducer_of_the_user_s_is_applied(cut: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("dim", [1, -1, -2])
 @given(cuts, seeds())
-def test_rows_may_lie_along_another_dim(dim: int, cut: Any, seed: int) -> None:
+def test_rows_may_lie_along_another_dim(dim, cut, seed):
     """-2 is the first of two dims and the second of three."""
     w, x = data(seed)
     batch = x.movedim(0, dim)
 
-    def func(w: Tensor, x: Tensor) -> Tensor:
+    def func(w, x):
         return rows(w, x.movedim(dim, 0)).movedim(0, dim)
 
     micro = pa.microbatch(func, microbatch_size=cut, dim=dim)
@@ -189,10 +182,10 @@ def test_rows_may_lie_along_another_dim(dim: int, cut: Any, seed: int) -> None:
 
 
 @given(cuts, seeds())
-def test_batches_are_given_by_position_and_by_name(cut: Any, seed: int) -> None:
+def test_batches_are_given_by_position_and_by_name(cut, seed):
     w, x = data(seed)
 
-    def func(x: Any, w: Tensor, scale: float, *, y: Tensor, name: str = "") -> Tensor:
+    def func(x, w, scale, *, y, name=""):
         return rows(w, x["x"]) * scale + y[:, :2]
 
     micro = pa.microbatch(func, microbatch_size=cut, batch_argnums=(0,), batch_argnames="y")
@@ -202,12 +195,12 @@ def test_batches_are_given_by_position_and_by_name(cut: Any, seed: int) -> None:
 
 
 @given(cuts, seeds())
-def test_outputs_may_be_integers_and_no_tensors(cut: Any, seed: int) -> None:
+def test_outputs_may_be_integers_and_no_tensors(cut, seed):
     """Integer rows in and out, indices of rows, numbers that are summed, and constants."""
     w, x = data(seed)
     batch = {"i": (x[:, 0].abs()).long() % 3, "x": x, "none": None}
 
-    def func(w: Tensor, b: Any) -> Any:
+    def func(w, b):
         return {
             "rows": w[b["i"]],
             "i": b["i"] * 2,
@@ -232,7 +225,7 @@ def test_outputs_may_be_integers_and_no_tensors(cut: Any, seed: int) -> None:
     assert_trees_bitwise_equal(torch.func.grad(ours)(w), torch.func.grad(plain)(w))
 
 
-NO_DERIVATIVE: dict[str, tuple[Callable[..., Any], Any]] = {
+NO_DERIVATIVE = {
     "counts": (lambda w, x: (x > w[0, 0]).sum(), "sum"),
     "indices": (lambda w, x: (x @ w).argmax(1), "concat"),
     "words": (lambda w, x: {"which": "a", "of": None}, "last"),
@@ -242,14 +235,14 @@ NO_DERIVATIVE: dict[str, tuple[Callable[..., Any], Any]] = {
 
 @pytest.mark.parametrize("name", NO_DERIVATIVE)
 @pytest.mark.parametrize("remat", [False, True])
-def test_outputs_without_a_derivative_stand_beside_those_with_one(name: str, remat: bool) -> None:
+def test_outputs_without_a_derivative_stand_beside_those_with_one(name, remat):
     """It comes out where a gradient is wanted, and the gradient of the rest is what it is."""
     func, words = NO_DERIVATIVE[name]
     w, x = data(0)
     micro = pa.remat(func) if remat else pa.microbatch(func, microbatch_size=2, reduce=words)
-    found: list[Any] = []  # torch.func's own aux are tensors alone
+    found = []  # torch.func's own aux are tensors alone
 
-    def loss(w: Tensor, f: Any) -> Tensor:
+    def loss(w, f):
         found.append(f(w, x))
         return (x @ w).square().sum()
 
@@ -263,13 +256,13 @@ def test_outputs_without_a_derivative_stand_beside_those_with_one(name: str, rem
 
 
 @given(cuts, seeds())
-def test_rows_may_be_complex(cut: Any, seed: int) -> None:
+def test_rows_may_be_complex(cut, seed):
     w, x = data(seed)
     w, x = torch.complex(w, w.flip(0)), torch.complex(x, x.flip(1))
     micro = pa.microbatch(rows, microbatch_size=cut)
 
-    def gradient(f: Any) -> Any:
-        def loss(w: Tensor, x: Tensor) -> Tensor:
+    def gradient(f):
+        def loss(w, x):
             z = torch.view_as_real(f(w, x))
             return (z.sum(0) * z).sum()
 
@@ -279,7 +272,7 @@ def test_rows_may_be_complex(cut: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
-def test_a_function_of_a_batch_without_rows_is_the_plain_one(order: int) -> None:
+def test_a_function_of_a_batch_without_rows_is_the_plain_one(order):
     """One call of no rows, since only that tells what comes out."""
     w, x = data(0)
     micro = pa.microbatch(
@@ -296,11 +289,11 @@ def test_a_function_of_a_batch_without_rows_is_the_plain_one(order: int) -> None
 # Weights -----------------------------------------------------------------------------------
 
 
-def weighted(w: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:
+def weighted(w, x, a, b):
     """Two means and rows; a mean is NaN, and so its derivatives, where there is no weight."""
     h = rows(w, x).sum(1)
 
-    def mean(h: Tensor, mask: Tensor) -> pa.Weighted:
+    def mean(h, mask):
         return pa.Weighted(
             (h * mask).sum() * torch.where(mask.sum() == 0, torch.nan, 1.0), mask.sum()
         )
@@ -308,7 +301,7 @@ def weighted(w: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:
     return {"a": mean(h, a), "b": [mean(h * h, b)], "rows": h}
 
 
-def mask_of(seed: int, without: set[int]) -> Tensor:
+def mask_of(seed, without):
     """Some rows have none; all together have a power of two."""
     mask = torch.randint(0, 4, (ROWS,), generator=generator(seed)).float()
     mask[[*without]] = 0
@@ -319,31 +312,29 @@ def mask_of(seed: int, without: set[int]) -> Tensor:
 @pytest.mark.parametrize("transform", ["value", "grad", "backward", "fr", "rf", "rr", "ff", "vmap"])
 @examples(1 / 2)
 @given(cuts, seeds(), *[st.sets(st.integers(0, ROWS - 1), max_size=ROWS - 1)] * 2)
-def test_several_weighted_means_are_each_the_full_batch_s(
-    transform: str, cut: Any, seed: int, one: set[int], other: set[int]
-) -> None:
+def test_several_weighted_means_are_each_the_full_batch_s(transform, cut, seed, one, other):
     """Each with its own weight; microbatches that have none add nothing, at any order."""
     w, x = data(seed)
     a, b = mask_of(seed, one), mask_of(seed + 1, other)
     micro = pa.microbatch(weighted, microbatch_size=cut, batch_argnums=(1, 2, 3))
 
-    def ours(w: Tensor) -> Tensor:
+    def ours(w):
         out = micro(w, x, a, b)
         return out["a"] * 2 + out["b"][0] + out["rows"].sum()
 
-    def plain(w: Tensor) -> Tensor:
+    def plain(w):
         h = rows(w, x).sum(1)
         return (h * a).sum() / 32 * 2 + (h * h * b).sum() / 32 + h.sum()
 
-    def backward(f: Any) -> Any:
-        def run(w: Tensor) -> Tensor:
+    def backward(f):
+        def run(w):
             w = w.clone().requires_grad_()
             return torch.autograd.grad(f(w), w)[0]
 
         return run
 
     fwd, rev = torch.func.jacfwd, torch.func.jacrev
-    apply: Any = {
+    apply = {
         "value": lambda f: f,
         "grad": torch.func.grad,
         "backward": backward,
@@ -358,21 +349,21 @@ def test_several_weighted_means_are_each_the_full_batch_s(
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_a_weighted_mean_stands_beside_one_without_a_gradient(order: int, first: bool) -> None:
+def test_a_weighted_mean_stands_beside_one_without_a_gradient(order, first):
     """Whether a microbatch counts is said by the mean that is differentiated, at every order."""
     x, mask = torch.arange(1.0, 5), torch.tensor([1.0, 1, 0, 0])
 
-    def func(w: Tensor, x: Tensor, mask: Tensor) -> Any:
+    def func(w, x, mask):
         loss = pa.Weighted((w**4 * x).sum(), float(len(x)))
         metric = pa.Weighted((x * mask).sum(), mask.sum())
         return (loss, metric) if first else (metric, loss)
 
     micro = pa.microbatch(func, microbatch_size=2, batch_argnums=(1, 2))
 
-    def ours(w: Tensor) -> Tensor:
+    def ours(w):
         return micro(w, x, mask)[int(not first)]
 
-    def plain(w: Tensor) -> Tensor:
+    def plain(w):
         return (w**4 * x).sum() / 4
 
     for _ in range(order):
@@ -380,7 +371,7 @@ def test_a_weighted_mean_stands_beside_one_without_a_gradient(order: int, first:
     assert torch.equal(ours(torch.tensor(2.0)), plain(torch.tensor(2.0)))
 
 
-def test_the_mean_of_a_batch_without_any_weight_is_nan() -> None:
+def test_the_mean_of_a_batch_without_any_weight_is_nan():
     """Is NaN, as is its gradient: a step over it is not applied."""
     w, x = data(0)
     micro = pa.microbatch(weighted, microbatch_size=3, batch_argnums=(1, 2, 3))
@@ -389,11 +380,11 @@ def test_the_mean_of_a_batch_without_any_weight_is_nan() -> None:
 
 
 @given(compositions(ROWS), seeds())
-def test_weights_beside_sums_are_the_law_of_an_outer_cut(cut: list[int], seed: int) -> None:
+def test_weights_beside_sums_are_the_law_of_an_outer_cut(cut, seed):
     """A loss that returns undivided sums may be cut once more, and by any other sizes."""
     w, x = data(seed)
 
-    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+    def loss(w, x):
         micro = pa.microbatch(
             lambda w, x: (rows(w, x).sum(), len(x)), microbatch_size=2, reduce="sum"
         )
@@ -404,7 +395,7 @@ def test_weights_beside_sums_are_the_law_of_an_outer_cut(cut: list[int], seed: i
     assert_trees_bitwise_equal(got, want)
 
 
-def test_sums_of_outputs_are_wide() -> None:
+def test_sums_of_outputs_are_wide():
     """Of shares and of gradients: in bfloat16 the sum of 256 and one more is 256."""
     w, x = torch.ones(1, dtype=torch.bfloat16), torch.ones(300, 1, dtype=torch.bfloat16)
     micro = pa.microbatch(lambda w, x: (w * x).sum(0), microbatch_size=1, reduce="sum")
@@ -412,10 +403,10 @@ def test_sums_of_outputs_are_wide() -> None:
     assert gradient == micro(w, x) == 300
 
 
-def test_lists_of_sizes_name_the_rows_of_each() -> None:
-    seen: list[int] = []
+def test_lists_of_sizes_name_the_rows_of_each():
+    seen = []
 
-    def func(x: Tensor) -> Tensor:
+    def func(x):
         seen.append(len(x))
         return x
 
@@ -426,10 +417,10 @@ def test_lists_of_sizes_name_the_rows_of_each() -> None:
         assert tuple(accumulate(seen)) == tuple(accumulate(sizes))
 
 
-def test_words_of_a_batch_go_to_every_microbatch() -> None:
+def test_words_of_a_batch_go_to_every_microbatch():
     """As numbers and None do: what has no rows is not cut."""
 
-    def of(w: Tensor, batch: Any) -> Tensor:
+    def of(w, batch):
         assert {k: v for k, v in batch.items() if k != "x"} == words
         return (w * batch["x"]).pow(3).sum()
 
@@ -442,20 +433,20 @@ def test_words_of_a_batch_go_to_every_microbatch() -> None:
 
 @pytest.mark.parametrize("word", ["concat", "sum"])
 @given(cut=cuts, seed=seeds())
-def test_a_gradient_may_be_sparse(word: str, cut: Any, seed: int) -> None:
+def test_a_gradient_may_be_sparse(word, cut, seed):
     """Of an embedding: laid beside rows, or of a ``Weighted`` that does not count everywhere."""
     g = generator(seed)
     table, ids = integers(g, 6, 2, bound=3), torch.randint(6, (ROWS,), generator=g)
     mask = (ids > 2).double()
     assume(mask.any())
 
-    def found(w: Tensor, ids: Tensor, mask: Tensor) -> Any:
+    def found(w, ids, mask):
         z = torch.nn.functional.embedding(ids, w, sparse=True)
         if word == "concat":
             return z
         return pa.Weighted((z.square().sum(1) * mask).sum() / (mask.sum() > 0), mask.sum())
 
-    def gradient(f: Any) -> Tensor:
+    def gradient(f):
         leaf = table.clone().requires_grad_()
         out = f(leaf, ids, mask)
         out = out.total if isinstance(out, pa.Weighted) else out * mask.sum()
@@ -467,7 +458,7 @@ def test_a_gradient_may_be_sparse(word: str, cut: Any, seed: int) -> None:
     assert_trees_bitwise_equal(gradient(micro), gradient(found))
 
 
-CALLED: dict[str, Callable[..., Any]] = {
+CALLED = {
     "plainly": lambda f, w: f(w),
     "with a gradient": lambda f, w: torch.func.vjp(f, w)[0],
     "under vmap": lambda f, w: torch.func.vmap(f)(torch.stack([w, 2 * w]))[0],
@@ -477,11 +468,11 @@ CALLED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("how", CALLED)
-def test_a_shared_tensor_is_a_term_of_every_microbatch(how: str, captured: bool) -> None:
+def test_a_shared_tensor_is_a_term_of_every_microbatch(how, captured):
     """One and the same tensor comes out of each, and is added as often."""
     w, x = data(0)
 
-    def summed(w: Tensor) -> Tensor:
+    def summed(w):
         if captured:
             func = pa.microbatch(lambda x: w, microbatch_size=2, batch_argnums=0, reduce="sum")
             return func(x)

@@ -41,7 +41,7 @@ not_finite = st.sampled_from([torch.inf, -torch.inf, torch.nan])
 
 
 @st.composite
-def faulty_batches(draw: st.DrawFn) -> Faulty:
+def faulty_batches(draw):
     batch, bad = linear_batch(draw(seeds())), torch.zeros(ROWS, dtype=torch.bool)
     leaf = st.sampled_from([k for k, name in enumerate(KINDS_OF_LEAF) if name != "empty"])
     for row in draw(st.lists(st.integers(0, ROWS - 1), max_size=3)):
@@ -54,7 +54,7 @@ def faulty_batches(draw: st.DrawFn) -> Faulty:
     return Faulty(batch, bad)
 
 
-def counted(kind: str, faulty: Faulty, parts: list[slice]) -> tuple[torch.Tensor, int]:
+def counted(kind, faulty, parts):
     """The rows of sound microbatches, and how many microbatches are not."""
     count, skipped = torch.ones(ROWS, dtype=torch.bool), 0
     for rows in parts:

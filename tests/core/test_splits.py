@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
-from pureaccum.testing.strategies import KINDS, ExactModel, histories, losses, reduction
+from pureaccum.testing.strategies import KINDS, histories, losses, reduction
 from tests.draws import examples, few, powers_of_two
 
 
@@ -41,7 +41,7 @@ def test_any_history_gives_the_bits_of_the_full_batch(kind, engine, data, donate
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
 def test_the_state_counts_rows_masks_and_microbatches(kind, data):
-    model: ExactModel = data.draw(few.flatmap(losses))
+    model = data.draw(few.flatmap(losses))
     history = data.draw(histories(model.rows))
     acc = pa.accumulator(model.loss(kind), reduction=reduction(kind))
 
@@ -58,7 +58,7 @@ def test_the_state_counts_rows_masks_and_microbatches(kind, data):
 @examples(1 / 4)
 @given(st.data())
 def test_every_microbatch_size_gives_the_bits_of_the_full_batch(kind, engine, data):
-    model: ExactModel = data.draw((powers_of_two if kind == "mean" else few).flatmap(losses))
+    model = data.draw((powers_of_two if kind == "mean" else few).flatmap(losses))
     loss, args, how = model.loss(kind), (model.params, model.batch), reduction(kind)
     want, want_value = model.full_batch(kind)
     want_value = want_value.float()  # in the dtype of the loss
@@ -94,7 +94,7 @@ def test_all_splits_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
 @examples(1 / 2)
 @given(st.data())
 def test_sizes_of_their_own_give_the_bits_of_the_full_batch(engine, data):
-    model: ExactModel = data.draw(few.flatmap(losses))
+    model = data.draw(few.flatmap(losses))
     sizes = [size for size in data.draw(histories(model.rows)).sizes if size]
     want, _ = model.full_batch("weighted")
     got = pa.grad(model.loss("weighted"), microbatch_size=tuple(sizes), engine=engine)

@@ -1,7 +1,5 @@
 """Rows under a budget of tokens: all, none too full, few microbatches, on all ranks alike."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -16,19 +14,17 @@ MOST = 12
 LENGTHS = st.lists(st.integers(0, MOST), max_size=30)
 
 
-def microbatches(cut: pa.Cut, lengths: list[int]) -> list[list[int]]:
+def microbatches(cut, lengths):
     """The lengths of each microbatch."""
     return [[lengths[int(i)] for i in part] for part in cut.order.split(cut.sizes)]
 
 
-def tokens(its: list[int], padded: bool) -> int:
+def tokens(its, padded):
     return len(its) * max(its, default=0) if padded else sum(its)
 
 
 @given(LENGTHS, st.booleans())
-def test_every_row_is_in_one_microbatch_and_none_is_too_full(
-    lengths: list[int], padded: bool
-) -> None:
+def test_every_row_is_in_one_microbatch_and_none_is_too_full(lengths, padded):
     cut = pa.cut(lengths, max_tokens=MOST, padded=padded)
     assert sorted(cut.order.tolist()) == [*range(len(lengths))]
     assert sum(cut.sizes) == len(lengths)
@@ -41,14 +37,14 @@ def test_every_row_is_in_one_microbatch_and_none_is_too_full(
 
 
 @given(LENGTHS)
-def test_there_are_few_microbatches(lengths: list[int]) -> None:
+def test_there_are_few_microbatches(lengths):
     """No two of any fit are at most half full, so there are fewer than twice what must be."""
     cut = pa.cut(lengths, max_tokens=MOST)
     assert len(cut.sizes) <= max(1, 2 * sum(lengths) / MOST + 1) if lengths else not cut.sizes
 
 
 @given(st.lists(st.integers(1, MOST), min_size=1, max_size=30))
-def test_padded_rows_go_in_as_few_microbatches_as_there_can_be(lengths: list[int]) -> None:
+def test_padded_rows_go_in_as_few_microbatches_as_there_can_be(lengths):
     """With rows sorted by length, some best cut takes neighbours: found here by trying them all."""
     longest = sorted(lengths, reverse=True)
     best = [0]
@@ -59,7 +55,7 @@ def test_padded_rows_go_in_as_few_microbatches_as_there_can_be(lengths: list[int
 
 
 @given(LENGTHS, st.integers(1, 4), st.booleans())
-def test_ranks_have_as_many_microbatches(lengths: list[int], ranks: int, padded: bool) -> None:
+def test_ranks_have_as_many_microbatches(lengths, ranks, padded):
     cuts = pa.cut(lengths, max_tokens=MOST, ranks=ranks, padded=padded)
     assert len(cuts) == ranks
     assert len({len(cut.sizes) for cut in cuts}) == 1
@@ -74,25 +70,25 @@ def test_ranks_have_as_many_microbatches(lengths: list[int], ranks: int, padded:
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 4))
-def test_equal_rows_are_shared_out_evenly(ranks: int, each: int, length: int) -> None:
+def test_equal_rows_are_shared_out_evenly(ranks, each, length):
     lengths = [length] * (ranks * each)
     cuts = pa.cut(lengths, max_tokens=4 * length, ranks=ranks)
     assert {len(cut.order) for cut in cuts} == {each}
 
 
-def test_work_is_even_where_it_can_be() -> None:
+def test_work_is_even_where_it_can_be():
     assert pa.cut([6, 5, 4, 3, 2, 1], max_tokens=12).sizes == [3, 3]
     parts = microbatches(pa.cut([6, 5, 4, 3, 2, 1], max_tokens=12), [6, 5, 4, 3, 2, 1])
     assert sorted(map(sum, parts)) == [10, 11]
 
 
 @given(st.lists(st.integers(1, MOST), min_size=1, max_size=12), st.booleans())
-def test_the_gradient_is_that_of_the_whole_batch(lengths: list[int], padded: bool) -> None:
+def test_the_gradient_is_that_of_the_whole_batch(lengths, padded):
     x = torch.randint(-7, 8, (len(lengths), MOST), generator=generator(len(lengths))).float()
     mask = torch.arange(MOST) < torch.tensor(lengths)[:, None]
     batch = {"x": x, "mask": mask}
 
-    def loss(w: Any, batch: Any) -> Any:
+    def loss(w, batch):
         return pa.Weighted((w * batch["x"] * batch["mask"]).sum(), batch["mask"].sum())
 
     order, sizes = pa.cut(mask.sum(1), max_tokens=MOST, padded=padded)
@@ -108,7 +104,7 @@ def test_the_gradient_is_that_of_the_whole_batch(lengths: list[int], padded: boo
         assert info.microbatches == len(sizes)
 
 
-def test_more_ranks_than_rows_leave_some_without() -> None:
+def test_more_ranks_than_rows_leave_some_without():
     cuts = pa.cut([3, 2], max_tokens=5, ranks=4)
     assert sorted(cut.sizes for cut in cuts) == [[0], [0], [1], [1]]
     empty = next(cut for cut in cuts if cut.sizes == [0])
@@ -133,6 +129,6 @@ def test_more_ranks_than_rows_leave_some_without() -> None:
         ([3], {"ranks": "two"}, TypeError, "ranks is 'two'"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(lengths: Any, knobs: Any, error: Any, words: str) -> None:
+def test_what_cannot_be_cut_is_refused(lengths, knobs, error, words):
     with pytest.raises(error, match=words):
         pa.cut(lengths, **({"max_tokens": 5} | knobs))

@@ -1,13 +1,10 @@
 """Where nothing is cut, pa.grad is torch.func.grad: the same bits and the same structures."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -30,18 +27,16 @@ pytestmark = [pytest.mark.laws, pytest.mark.promise("torch.func")]
     rows=st.integers(1, 7),
     beyond=st.sampled_from([None, 0, 1, 100]),
 )
-def test_a_batch_that_is_not_cut_is_torch_func_bit_for_bit(
-    name: str, dtype: torch.dtype, seed: int, rows: int, beyond: int | None
-) -> None:
+def test_a_batch_that_is_not_cut_is_torch_func_bit_for_bit(name, dtype, seed, rows, beyond):
     """Ordinary floats, for the gradient and the value, with and without aux."""
     given_ = problem(name, seed, rows, dtype)
     size = None if beyond is None else rows + beyond
 
-    def with_aux(params: Any, batch: Any) -> Any:
+    def with_aux(params, batch):
         each = given_.rows(params, batch)
         return each.mean(), {"rows": each}
 
-    def is_torch(loss: Any, has_aux: bool) -> bool:
+    def is_torch(loss, has_aux):
         ours = pa.grad_and_value(loss, has_aux=has_aux, microbatch_size=size)
         torchs = torch.func.grad_and_value(loss, has_aux=has_aux)
         return same(ours(given_.params, given_.batch), torchs(given_.params, given_.batch))
@@ -50,7 +45,7 @@ def test_a_batch_that_is_not_cut_is_torch_func_bit_for_bit(
     assert is_torch(with_aux, True)
 
 
-NO_ROWS: dict[str, Any] = {
+NO_ROWS = {
     "0-d": torch.tensor(3.0),
     "of several lengths": (torch.arange(3.0), torch.arange(2.0)),
     "numbers": {"a": 2.0, "b": [1, 2, 3]},
@@ -59,8 +54,8 @@ NO_ROWS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("batch", NO_ROWS.values(), ids=NO_ROWS)
-def test_a_batch_that_is_not_cut_need_not_have_rows(batch: Any) -> None:
-    def loss(w: Tensor, batch: Any) -> tuple[Tensor, Any]:
+def test_a_batch_that_is_not_cut_need_not_have_rows(batch):
+    def loss(w, batch):
         leaves = optree.tree_leaves(batch)
         total = sum(torch.as_tensor(x).to_dense().sum() for x in leaves)
         return (w * total).square(), {"w": w, "no tensor": "a word"}
@@ -72,7 +67,7 @@ def test_a_batch_that_is_not_cut_need_not_have_rows(batch: Any) -> None:
     assert aux == {"w": w, "no tensor": "a word"}
 
 
-def test_a_batch_that_can_be_read_once_is_refused() -> None:
+def test_a_batch_that_can_be_read_once_is_refused():
     """A loss is called twice at first, and would find nothing the second time."""
     with pytest.raises(TypeError, match="iterator"):
         pa.grad(lambda w, batch: w * sum(batch))(torch.tensor(2.0), iter([1.0, 2.0]))
@@ -88,16 +83,14 @@ OTHER_FORMULA = {
 @pytest.mark.parametrize("op", OTHER_FORMULA.values(), ids=OTHER_FORMULA)
 @examples(1 / 2)
 @given(engine=st.sampled_from(["func", "autograd"]), seed=seeds())
-def test_where_torch_has_another_formula_it_is_backward_bit_for_bit(
-    op: Any, engine: Any, seed: int
-) -> None:
+def test_where_torch_has_another_formula_it_is_backward_bit_for_bit(op, engine, seed):
     """torch.func records the backward pass, for which torch has another formula of these.
 
     So does it under a transform, where this is torch.func itself.
     """
     w, x = torch.randn(2, 8, 8, generator=generator(seed)).unbind()
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return (op(x @ w) ** 2).mean()
 
     leaf = w.clone().requires_grad_()
@@ -110,7 +103,7 @@ def test_where_torch_has_another_formula_it_is_backward_bit_for_bit(
     assert torch.equal(torch.func.vmap(pa.grad(loss))(w[None], x[None]), mapped)
 
 
-def two_params(a: Any, x: Tensor, b: Tensor, shared: Tensor) -> Tensor:
+def two_params(a, x, b, shared):
     out = x @ a["w"] + b
     return ((out * shared) ** 2).sum(-1).mean()
 
@@ -121,7 +114,7 @@ ARGNUMS = (0, 2, -1, (0,), (2, 0), (-2, -4), (0, 2, 3))
 @pytest.mark.parametrize("argnums", ARGNUMS, ids=str)
 @examples(1 / 2)
 @given(st.sampled_from([None, 3, 8]), seeds())
-def test_argnums_are_those_of_torch_func(argnums: Any, size: int | None, seed: int) -> None:
+def test_argnums_are_those_of_torch_func(argnums, size, seed):
     """An int gives a tree and a tuple a tuple, in its own order; eight exact rows give the bits."""
     g = generator(seed)
     args = ({"w": integers(g, 3, 2)}, integers(g, 8, 3), integers(g, 2), integers(g, 2, bound=3))
@@ -132,12 +125,12 @@ def test_argnums_are_those_of_torch_func(argnums: Any, size: int | None, seed: i
 @pytest.mark.parametrize("batch_argnums", [1, -2, (1, 2), (-2, -1), (2, 1)], ids=str)
 @examples(1 / 2)
 @given(seeds(), st.integers(1, 8))
-def test_batch_argnums_say_what_is_cut(batch_argnums: Any, seed: int, size: int) -> None:
+def test_batch_argnums_say_what_is_cut(batch_argnums, seed, size):
     """Which arguments are cut; the others, and keywords, are handed on whole."""
     several = isinstance(batch_argnums, tuple)
-    cut: list[int] = []
+    cut = []
 
-    def loss(w: Tensor, x: Tensor, y: Tensor, *, power: int) -> Tensor:
+    def loss(w, x, y, *, power):
         if not is_dropped():
             cut.append(len(x))
         return ((x @ w - (y if several else y.sum())) ** power).mean()
@@ -153,12 +146,10 @@ def test_batch_argnums_say_what_is_cut(batch_argnums: Any, seed: int, size: int)
 @pytest.mark.parametrize("size", [None, 2, 8])
 @pytest.mark.parametrize("transform", ["grad", "grad_and_value"])
 @pytest.mark.parametrize("argnums", [0, (0,)], ids=str)
-def test_aux_is_returned_as_torch_func_returns_it(
-    transform: str, argnums: Any, size: int | None
-) -> None:
+def test_aux_is_returned_as_torch_func_returns_it(transform, argnums, size):
     """``(grads, aux)`` and ``(grads, (value, aux))``."""
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         rows = (x @ w) ** 2
         return rows.mean(), {"rows": rows, "more": (x[:, 0], [x[:, :2]])}
 
@@ -172,11 +163,11 @@ def test_aux_is_returned_as_torch_func_returns_it(
 
 @pytest.mark.parametrize("size", [None, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_results_come_in_the_dtypes_of_params_and_loss(dtype: torch.dtype, size: Any) -> None:
+def test_results_come_in_the_dtypes_of_params_and_loss(dtype, size):
     params = {"a": torch.ones(3, dtype=dtype), "b": torch.ones((), dtype=torch.float64)}
     x = torch.ones(8, 3, dtype=dtype)
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return ((x @ p["a"] * p["b"]) ** 2).mean()
 
     ours = pa.grad_and_value(loss, microbatch_size=size)(params, x)
@@ -184,8 +175,8 @@ def test_results_come_in_the_dtypes_of_params_and_loss(dtype: torch.dtype, size:
 
 
 @pytest.mark.parametrize("size", [None, 2, 3])
-def test_value_is_the_value_of_grad_and_value(size: int | None) -> None:
-    def loss(w: Tensor, x: Tensor) -> Any:
+def test_value_is_the_value_of_grad_and_value(size):
+    def loss(w, x):
         return ((x @ w) ** 2).mean(), x
 
     g = torch.Generator().manual_seed(0)

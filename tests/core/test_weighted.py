@@ -1,15 +1,12 @@
 """``Weighted`` is total / weight of the whole batch, in every form, whatever it is cut into."""
 
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -22,20 +19,20 @@ from tests.refusals import refused
 pytestmark = [pytest.mark.laws, pytest.mark.promise("weights")]
 
 
-def _gradient(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+def _gradient(loss, size, params, batch, **knobs):
     return pa.grad_and_value(loss, microbatch_size=size, **knobs)(params, batch)
 
 
-def _uncut(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+def _uncut(loss, size, params, batch, **knobs):
     return pa.grad_and_value(loss, **knobs)(params, batch)
 
 
-def _under_vmap(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+def _under_vmap(loss, size, params, batch, **knobs):
     gradient = pa.grad_and_value(loss, microbatch_size=size, **knobs)
     return pa.unstack(torch.func.vmap(gradient, (0, None))(pa.stack([params]), batch))[0]
 
 
-def _stream(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+def _stream(loss, size, params, batch, **knobs):
     acc = pa.accumulator(loss, **knobs)
     state = acc.init(params)
     for part in pa.microbatches(batch, size):
@@ -43,7 +40,7 @@ def _stream(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
     return acc.finalize(state)
 
 
-def _merged(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+def _merged(loss, size, params, batch, **knobs):
     acc = pa.accumulator(loss, **knobs)
     state = acc.init(params)
     for part in pa.microbatches(batch, size):
@@ -51,14 +48,14 @@ def _merged(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
     return acc.finalize(state, donate=True)
 
 
-def _step(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+def _step(loss, size, params, batch, **knobs):
     taken = SimpleNamespace(init=lambda _: (), apply=lambda grads, state, _: (grads, state))
     step = pa.make_step(loss, taken, microbatch_size=size, **knobs)
     state, info = step(step.init(params), batch)
     return state.params, info.loss
 
 
-FORMS: dict[str, Callable[..., Any]] = {
+FORMS = {
     "cut": _gradient,
     "uncut": _uncut,
     "under vmap": _under_vmap,
@@ -73,9 +70,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 @examples(1 / 4)
 @given(seeds(), st.integers(2, ROWS), st.integers(1, ROWS), st.sampled_from(["mean", "sum"]))
 @example(0, 7, 1, "mean")
-def test_a_ratio_whose_denominator_is_elsewhere(
-    form: str, seed: int, rows: int, size: int, reduction: str
-) -> None:
+def test_a_ratio_whose_denominator_is_elsewhere(form, seed, rows, size, reduction):
     """Detection: the sum over all anchors, divided by the number of positives."""
     params, batch = make_params(seed), make_batch(seed, rows)
     batch["mask"][0] = 3  # one positive at least
@@ -85,17 +80,17 @@ def test_a_ratio_whose_denominator_is_elsewhere(
     assert value == (total.double() / weight).to(value.dtype)
 
 
-def masked(w: Tensor, batch: dict[str, Tensor]) -> pa.Weighted:
+def masked(w, batch):
     return pa.Weighted((w * batch["x"] * batch["mask"]).sum(), batch["mask"].sum())
 
 
-def unmasked(w: Tensor, batch: dict[str, Tensor]) -> pa.Weighted:
+def unmasked(w, batch):
     return pa.Weighted((w * batch["x"]).sum(), batch["mask"].sum())
 
 
 @forms
 @pytest.mark.parametrize("loss", [masked, unmasked])
-def test_a_batch_of_no_weight_has_no_value(form: str, loss: Any) -> None:
+def test_a_batch_of_no_weight_has_no_value(form, loss):
     """Nor a gradient, and no step is applied; both whatever the cut and the reduction."""
     w, batch = torch.tensor(2.0), {"x": torch.arange(1.0, 6.0), "mask": torch.zeros(5)}
     for reduction, size in itertools.product(("mean", "sum"), (1, 4, 9)):
@@ -108,7 +103,7 @@ def test_a_batch_of_no_weight_has_no_value(form: str, loss: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("loss", [masked, unmasked])
-def test_a_step_over_no_weight_is_not_applied(loss: Any, reduction: Any) -> None:
+def test_a_step_over_no_weight_is_not_applied(loss, reduction):
     step = pa.make_step(loss, pa.adamw(0.1), microbatch_size=2, reduction=reduction)
     state = step.init(torch.tensor(1.0))
     before = copied(state)
@@ -124,7 +119,7 @@ def test_a_step_over_no_weight_is_not_applied(loss: Any, reduction: Any) -> None
         assert_trees_bitwise_equal(after[:3], before[:3])
 
 
-def test_samples_without_a_weight_add_their_totals() -> None:
+def test_samples_without_a_weight_add_their_totals():
     """Each is a microbatch of one row."""
     w, batch = torch.tensor(2.0), {"x": torch.arange(1.0, 6.0), "mask": torch.arange(5.0) % 2}
     want = torch.func.grad(lambda w: unmasked(w, batch).total / 2)(w)
@@ -139,7 +134,7 @@ def test_samples_without_a_weight_add_their_totals() -> None:
 
 # Numbers times Weighted --------------------------------------------------------------------
 
-SCALED: dict[str, Callable[[pa.Weighted], pa.Weighted]] = {
+SCALED = {
     "number *": lambda x: -4 * x,
     "* number": lambda x: x * -4.0,
     "tensor *": lambda x: torch.tensor(-4.0) * x,
@@ -150,14 +145,14 @@ SCALED: dict[str, Callable[[pa.Weighted], pa.Weighted]] = {
 
 
 @pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED)
-def test_a_number_times_weighted_scales_the_mean(scale: Any) -> None:
+def test_a_number_times_weighted_scales_the_mean(scale):
     w, batch = torch.tensor(2.0), {"x": torch.arange(1.0, 6.0), "mask": torch.ones(5)}
     want = [-4 * x for x in pa.grad_and_value(masked)(w, batch)]
     gradient = pa.grad_and_value(lambda w, b: scale(masked(w, b)), microbatch_size=2)
     assert [*gradient(w, batch)] == want
 
 
-SUMS: dict[str, Callable[[pa.Weighted], Any]] = {
+SUMS = {
     "two": lambda x: x + x,
     "sum": lambda x: sum([x, x]),
     "difference": lambda x: x - x,
@@ -168,13 +163,13 @@ SUMS: dict[str, Callable[[pa.Weighted], Any]] = {
 
 
 @pytest.mark.parametrize("add", SUMS.values(), ids=SUMS)
-def test_a_sum_of_weighted_is_refused(add: Any) -> None:
+def test_a_sum_of_weighted_is_refused(add):
     with refused(TypeError, "A sum of means", "reduction='sum'", "Weighted(total + weight * pen"):
         add(pa.Weighted(torch.tensor(1.0), 2))
 
 
 @pytest.mark.parametrize("factor", ["2", None, torch.ones(2), pa.Weighted(torch.tensor(1.0), 2)])
-def test_weighted_is_scaled_by_numbers_alone(factor: Any) -> None:
+def test_weighted_is_scaled_by_numbers_alone(factor):
     for scale in (lambda x: x * factor, lambda x: x / factor):
         with refused(TypeError, "Weighted ", "expected a number or a 0-d tensor"):
             scale(pa.Weighted(torch.tensor(1.0), 2))
@@ -185,14 +180,14 @@ def test_weighted_is_scaled_by_numbers_alone(factor: Any) -> None:
 
 @examples(1 / 2)
 @given(seeds(), st.integers(1, 7), st.sampled_from([torch.complex64, torch.complex128]))
-def test_complex_sums_are_divided_as_pairs(seed: int, size: int, dtype: torch.dtype) -> None:
+def test_complex_sums_are_divided_as_pairs(seed, size, dtype):
     """In every form: torch's own complex division has other bits."""
     random = torch.Generator().manual_seed(seed)
     w = torch.zeros(50, dtype=dtype)
     x, y = torch.randint(-9, 10, (2, 7, 50), generator=random).to(dtype.to_real())
     batch = torch.complex(x, y)
 
-    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+    def loss(w, x):
         return pa.Weighted((w * x).real.sum(), 0.75 * len(x))
 
     want = torch.stack([x.sum(0) / 5.25, -y.sum(0) / 5.25], -1)

@@ -4,22 +4,18 @@ Over the zoo of losses, engine by engine; and for every pair of layers.
 """
 
 import random
-from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._core.sums import kinds_of
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.zoo.residents import residents
-from tests.zoo.species import Species
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("bits")]
@@ -28,8 +24,8 @@ ASKING = "_core.windows", "_core.accumulator", "_core.whole_batch", "_step.next_
 
 
 @contextmanager
-def out_of_place(patch: pytest.MonkeyPatch) -> Generator[list[str]]:
-    asked: list[str] = []
+def out_of_place(patch):
+    asked = []
     for name in ASKING:
         module = import_module(f"pureaccum.{name}")
         patch.setattr(module, "may_add_in_place", lambda: asked.append("") is not None)
@@ -37,7 +33,7 @@ def out_of_place(patch: pytest.MonkeyPatch) -> Generator[list[str]]:
     patch.undo()
 
 
-def outcome(run: Callable[[], Any]) -> Any:
+def outcome(run):
     """What a run gives, or the error that it ends in."""
     torch.manual_seed(0)
     random.seed(0)
@@ -48,7 +44,7 @@ def outcome(run: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def assert_both_windows_give(run: Callable[[], Any], patch: pytest.MonkeyPatch) -> None:
+def assert_both_windows_give(run, patch):
     written = outcome(run)
     with out_of_place(patch) as asked:
         plain = outcome(run)
@@ -68,12 +64,10 @@ SPARSE = {"sparse_embedding"}
 @pytest.mark.parametrize(
     ("species", "dtype"), residents(lambda it: it.kind != "impure" and it.name not in SPARSE)
 )
-def test_the_zoo(
-    species: Species, dtype: torch.dtype, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_zoo(species, dtype, engine, monkeypatch):
     known = {"reduction", "has_aux", "batch_argnums"}
 
-    def run() -> Any:
+    def run():
         loss, params, batch, knobs = species.make(dtype, seed=0)
         own = {name: knobs[name] for name in known & knobs.keys()}
         grad = pa.grad_and_value(loss, microbatch_size=5, engine=engine, check=False, **own)
@@ -83,7 +77,7 @@ def test_the_zoo(
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-def test_leaves_that_are_large_together(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_that_are_large_together(engine, monkeypatch):
     """None alone: autograd adds all of them, of which one comes with every other microbatch."""
     params = {name: torch.ones(300, 300) for name in "abc"} | {"bias": torch.ones(300)}
     rows = torch.arange(8.0 * 300).view(8, 300).remainder(5) - 2
@@ -92,18 +86,18 @@ def test_leaves_that_are_large_together(engine: Any, monkeypatch: pytest.MonkeyP
     assert [*kinds.added] == [0, 1, 2, 3]
     assert not kinds.large
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         y = torch.tanh(x @ p["a"] / 64 @ p["b"].mT / 64 + p["bias"])
         return (y @ p["c"] if x[0, 0] == 0 else y).square().mean()
 
-    def run() -> Any:
+    def run():
         step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, engine=engine, check=False)
         return step(step.init(params), rows)
 
     assert_both_windows_give(run, monkeypatch)
 
 
-LAYERS: dict[str, dict[str, Any]] = {
+LAYERS = {
     "aux": {"has_aux": True},
     "scale": {"loss_scale": pa.static_loss_scale(2.0**8)},
     "squares": {"noise": True},
@@ -119,27 +113,21 @@ PAIRS = [*combinations(LAYERS, 2), *((layer,) for layer in LAYERS), ()]
 )
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_every_pair_of_layers(
-    pair: tuple[str, ...],
-    engine: Any,
-    large: bool,
-    bad: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_pair_of_layers(pair, engine, large, bad, monkeypatch):
     """By a whole batch, and as a stream whose windows are given up, and are not."""
     width = 600 if large else 3  # a leaf of more than 1 MiB is added one by one
     rows = torch.arange(7.0 * width).view(7, width).remainder(5) - 2
     if bad:
         rows[4, 1] = torch.nan
 
-    def loss(params: Any, x: Tensor) -> Any:
+    def loss(params, x):
         y = torch.tanh(x @ params["w"]) * params["v"]
         mean = pa.Weighted(y.square().sum(), (x[:, 0] > -2).sum())
         return (mean, {"y": y.sum(1)}) if "aux" in pair else mean
 
-    def run() -> Any:
+    def run():
         knobs = {name: knob for layer in pair for name, knob in LAYERS[layer].items()}
-        found: list[Any] = []
+        found = []
         for donate in (False, True):
             step = pa.make_step(
                 loss,

@@ -3,31 +3,25 @@
 Such a tensor has no memory, and raises where it is written to.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._base.trees import tree_leaves
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = [
-    pytest.mark.exact,
-]
+pytestmark = [pytest.mark.exact]
 X = torch.arange(-7.0, 8.0).reshape(5, 3)
 SMALL = {"a": torch.tensor([1.0, -2.0, 0.0]), "b": torch.ones(3)}
 LARGE = {"a": torch.ones(512, 512), "b": torch.ones(3)}
 
 
-def loss(p: Any, x: Tensor) -> Tensor:
+def loss(p, x):
     return (torch.sgn(p["a"]).sum() * x + p["b"] * x).sum() / 4
 
 
-def stream(p: Any, engine: Any) -> Any:
+def stream(p, engine):
     step = pa.make_step(loss, pa.sgd(0.5), engine=engine, reduction="sum")
     state = step.init(p)
     window = step.begin(state)
@@ -36,7 +30,7 @@ def stream(p: Any, engine: Any) -> Any:
     return step.apply(state, window)[0].params
 
 
-CALLS: dict[str, Callable[[Any, Any], Any]] = {
+CALLS = {
     "cut": lambda p, e: pa.grad(loss, microbatch_size=2, engine=e, reduction="sum")(p, X),
     "one microbatch": lambda p, e: pa.grad(loss, microbatch_size=5, engine=e, reduction="sum")(
         p, X
@@ -57,7 +51,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("p", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("engine", ["func", "autograd", "auto"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_gradient_of_noted_zeros_has_numbers(call: str, engine: Any, p: Any) -> None:
+def test_a_gradient_of_noted_zeros_has_numbers(call, engine, p):
     got = CALLS[call](p, engine)
     if call in ("cut", "one microbatch", "skip"):  # others are as torch gives them
         for x in tree_leaves(got):
@@ -69,7 +63,7 @@ def test_a_gradient_of_noted_zeros_has_numbers(call: str, engine: Any, p: Any) -
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("optimizer", [pa.sgd, pa.adamw, lambda lr: pa.sgd(lr, momentum=0.5)])
-def test_a_step_takes_such_a_gradient(optimizer: Any, donate: bool) -> None:
+def test_a_step_takes_such_a_gradient(optimizer, donate):
     step = pa.make_step(loss, optimizer(0.5), microbatch_size=2, donate=donate, reduction="sum")
     state, info = step(step.init({"a": torch.zeros(3), "b": SMALL["b"]}), X)
     assert info.applied
@@ -77,7 +71,7 @@ def test_a_step_takes_such_a_gradient(optimizer: Any, donate: bool) -> None:
     assert (state.params["b"] != 1).any()
 
 
-AROUND: dict[str, Callable[[Any], Any]] = {
+AROUND = {
     "hessian": torch.func.hessian,
     "jvp(grad)": lambda f: lambda p: torch.func.jvp(torch.func.grad(f), (p,), (p,))[1],
     "grad(grad)": lambda f: torch.func.grad(lambda p: torch.func.grad(f)(p).sum()),
@@ -88,12 +82,12 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("size", [2, 5])
-def test_such_a_gradient_is_differentiated_again(around: str, size: int) -> None:
+def test_such_a_gradient_is_differentiated_again(around, size):
     f = pa.microbatch(lambda p, x: (torch.sgn(p) * x).sum(), microbatch_size=size, reduce="sum")
     assert not AROUND[around](lambda p: f(p, X))(torch.ones(3)).any()
 
 
-def test_backward_leaves_gradients_that_may_be_written_to() -> None:
+def test_backward_leaves_gradients_that_may_be_written_to():
     p = {k: x.clone().requires_grad_() for k, x in SMALL.items()}
     pa.value(loss, microbatch_size=2, reduction="sum")(p, X).backward()
     assert p["a"].grad is not None
