@@ -42,7 +42,7 @@ from .called_modules import HeldTensors, Modules, hold, holding, in_modes, repla
 from .closures import MOST, held_by
 from .watch import Finding, Found, Giving, References, UnseenError, active
 from .weights import is_large
-from .writes import Known, alive
+from .writes import Known
 
 
 Tensors = Sequence[Tensor]
@@ -122,7 +122,7 @@ class Again:
         if held is None and not watched:
             raise UnseenError
         modules, tensors = held or ([], [])
-        called = alive(self.known.modules)
+        called = [x for at in self.known.modules if (x := at()) is not None]
         hold(self.held, self.modules, called + modules)
         if not watched:
             self.note_others(tensors)
@@ -130,7 +130,8 @@ class Again:
     def note_others(self, held: list[Tensor]) -> None:
         """Note the captured tensors that are not followed: all that is held but what is."""
         tables = [x for _, table in self.held.values() for x in table.values() if x is not None]
-        others = {id(x): x for x in (*alive(self.known.captured), *held, *tables)}
+        captured = [x for at in self.known.captured if (x := at()) is not None]
+        others = {id(x): x for x in (*captured, *held, *tables)}
         if not self.leaves.keys().isdisjoint(self.places.keys() - others.keys()):
             raise UnseenError  # nobody knows whether it was made inside, and is kept there
         mine = {at: x for at, x in others.items() if at not in self.places}

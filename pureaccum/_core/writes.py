@@ -150,7 +150,7 @@ def remember(known: Known, *given: Given) -> None:
     known.kinds.add(_kind(known, given))
 
 
-def alive(references: list[ReferenceType[Any]]) -> list[Any]:
+def _alive(references: list[ReferenceType[Any]]) -> list[Any]:
     """What is still there of what is referred to."""
     return [x for at in references if (x := at()) is not None]
 
@@ -194,7 +194,7 @@ class _Guard:
                 pairs = zip(now, self.before, self.tensors, strict=True)
                 x = next(x for a, b, x in pairs if a != b)
                 name = _names(self.given).get(memory_of(local(x)))
-                name = name or _named(x, alive(self.known.modules))
+                name = name or _named(x, _alive(self.known.modules))
                 raise LateWriteError(_sentence("has written to", name))
 
     def begin(self) -> None:
@@ -237,7 +237,7 @@ class _Guard:
             if not due:
                 self.asks = False
                 return loss(*args)
-            self.inquiry = Inquiry(question, answer, known.draws, alive(known.modules))
+            self.inquiry = Inquiry(question, answer, known.draws, _alive(known.modules))
         return self.inquiry(loss, args)
 
     def note(self) -> None:
