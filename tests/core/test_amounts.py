@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import pureaccum as pa
 from pureaccum.testing.strategies import histories
+from tests.problems import in_parts
 from tests.rounding import UNIT, exact_sum, gamma
 
 
@@ -30,9 +31,7 @@ def test_token_counts_add_up_exactly(form, counts, data):
 
     acc = pa.accumulator(loss)
     if data is None:
-        state = acc.init(PARAMS)
-        for part in batch.split(1):
-            state = acc.update(state, PARAMS, part)
+        state = in_parts(acc, PARAMS, batch.split(1))
     else:
         state = data.draw(histories(len(counts))).run(acc, PARAMS, batch)
 
@@ -56,9 +55,8 @@ def given_mean(w, x):
 @example([2.0**24, 1.0, 1.0])
 def test_float32_losses_are_summed_in_float64(numbers):
     acc = pa.accumulator(given_sum, reduction="sum")
-    state, x = acc.init(PARAMS), torch.tensor(numbers)
-    for row in x.split(1):
-        state = acc.update(state, PARAMS, row)
+    x = torch.tensor(numbers)
+    state = in_parts(acc, PARAMS, x.split(1))
     exact, magnitude = exact_sum(x.tolist())
     allowed = gamma(len(x) - 1, UNIT[torch.float64]) * magnitude
     for total in (state.total, acc.finalize(state)[1]):

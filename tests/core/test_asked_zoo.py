@@ -33,17 +33,16 @@ SILENT = {
 # What a user calls, eight times ----------------------------------------------------------
 
 
+def eight(run):
+    return lambda loss, params, batch, size, **knobs: (
+        call(params, batch) for call in [run(loss, size, **knobs)] for _ in range(8)
+    )
+
+
 def _gradients(engine):
-    def calls(loss, params, batch, size, **knobs):
-        grad = pa.grad_and_value(loss, microbatch_size=size, engine=engine, **knobs)
-        return (grad(params, batch) for _ in range(8))
-
-    return calls
-
-
-def _values(loss, params, batch, size, **knobs):
-    value = pa.value(loss, microbatch_size=size, **knobs)
-    return (value(params, batch) for _ in range(8))
+    return eight(
+        lambda f, size, **k: pa.grad_and_value(f, microbatch_size=size, engine=engine, **k)
+    )
 
 
 def _updates(loss, params, batch, size, **knobs):
@@ -70,14 +69,14 @@ def _steps(stream):
 
 WAYS = {
     **{engine: _gradients(engine) for engine in ("auto", "func", "autograd")},
-    "value": _values,
+    "value": eight(lambda f, size, **knobs: pa.value(f, microbatch_size=size, **knobs)),
     "updates": _updates,
     "step": _steps(stream=False),
     "stream": _steps(stream=True),
 }
 
 
-def pairs(species):
+def pairs(species, _=None):
     """Three ways, each with one of the sizes; over all species every pair comes."""
     at, ways = ZOO.index(species), [*WAYS]
     return [(ways[(at + 3 * i) % len(ways)], SIZES[(at + i) % len(SIZES)]) for i in range(3)]
@@ -129,19 +128,10 @@ def test_no_loss_that_fits_is_refused_at_any_size(species, dtype):
             assert type(got) is type(want), (way, size, got, want)
 
 
+@pytest.mark.parametrize("some", [pairs, pytest.param(share, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("species", "dtype"), asked_of(COUPLED.__contains__))
-def test_a_loss_that_is_off_is_refused_by_the_eighth_call(species, dtype):
-    refuses_or_goes_on(species, dtype, pairs(species))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("species", "dtype"), asked_of(COUPLED.__contains__))
-def test_a_loss_that_is_off_is_refused_at_any_size(species, dtype):
-    refuses_or_goes_on(species, dtype, share(species, dtype))
-
-
-def refuses_or_goes_on(species, dtype, pairs):
-    for way, size in pairs:
+def test_a_loss_that_is_off_is_refused_by_the_eighth_call(species, dtype, some):
+    for way, size in some(species, dtype):
         if isinstance(outcome(species, dtype, way, size, calls=1, check=False), Exception):
             continue
         got = outcome(species, dtype, way, size)
@@ -156,7 +146,7 @@ def refuses_or_goes_on(species, dtype, pairs):
             torch.testing.assert_close(got, plain, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("species", "dtype"), asked_of(lambda kind: kind == "randomness"))
+@pytest.mark.parametrize(("species", "dtype"), asked_of("randomness".__eq__))
 def test_losses_whose_rows_are_apart_but_for_chance_are_not_refused(species, dtype):
     for way, size in pairs(species):
         got = outcome(species, dtype, way, size)

@@ -19,6 +19,7 @@ from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.core.shortage import few_to_collect
 from tests.draws import examples, few, generator
+from tests.problems import in_a_window, once
 from tests.refusals import saying
 
 
@@ -99,8 +100,7 @@ def test_the_largest_half_that_the_budget_allows_is_taken(rows, fits):
 
 def test_without_a_shortage_a_batch_is_one_microbatch():
     loss = Counted()
-    step = made(loss)
-    step(step.init(PARAMS), make_batch(24))
+    once(made(loss), PARAMS, make_batch(24))
     assert loss.tried() == [24]
     assert pa.grad(loss, microbatch_size="auto")(PARAMS, make_batch(7)) is not None
     assert loss.tried() == [7]
@@ -110,16 +110,15 @@ def test_later_batches_begin_at_what_is_known():
     loss = Counted()
     step = made(loss, peak(8, make_batch(32)))
     state = step.init(PARAMS)
-    step(state, make_batch(32))
-    assert loss.tried() == [32, 16, *[8] * 4 * 2]  # what fits was counted, and is run again
-    step(state, make_batch(32))
-    assert loss.tried() == [8] * 4
-    step(state, make_batch(20))  # 32 did not fit, nor did 16
-    assert loss.tried() == [8, 8, 4]
-    step(state, make_batch(12))  # but this was not tried
-    assert loss.tried() == [12, 8, 4]
-    step(state, make_batch(12))
-    assert loss.tried() == [8, 4]
+    for batch, sizes in (
+        (make_batch(32), [32, 16, *[8] * 4 * 2]),  # what fits was counted, and is run again
+        (make_batch(32), [8] * 4),
+        (make_batch(20), [8, 8, 4]),  # 32 did not fit, nor did 16
+        (make_batch(12), [12, 8, 4]),  # but this was not tried
+        (make_batch(12), [8, 4]),
+    ):
+        step(state, batch)
+        assert loss.tried() == sizes
     step(state, torch.zeros(12, 2 * WIDTH)[:, ::2].double())  # another kind of row
     assert loss.tried()[0] == 12
 
@@ -170,7 +169,7 @@ def calling(form, loss):
     """One function for all kinds."""
     if form == "step":
         step = made(loss)
-        return lambda kind, rows: step(step.init(kind.params), kind.batch(rows))
+        return lambda kind, rows: once(step, kind.params, kind.batch(rows))
     transform = {"grad": pa.grad, "value": pa.value}[form](loss, microbatch_size="auto")
     return lambda kind, rows: transform(kind.params, kind.batch(rows), kind.shared)
 
@@ -245,9 +244,7 @@ def test_a_proven_size_is_not_counted():
 
 
 def test_a_step_over_a_batch_without_rows_is_not_applied():
-    loss = Counted()
-    step = made(loss)
-    state, info = step(step.init(PARAMS), make_batch(0))
+    state, info = once(made(Counted()), PARAMS, make_batch(0))
     assert not info.applied
     assert_trees_bitwise_equal(state.params, PARAMS)
 
@@ -255,9 +252,7 @@ def test_a_step_over_a_batch_without_rows_is_not_applied():
 def test_a_stream_takes_what_it_is_given():
     loss = Counted()
     step = made(loss)
-    state = step.init(PARAMS)
-    window = step.update(state, step.begin(state), make_batch(3))
-    step.apply(state, window)
+    in_a_window(step, step.init(PARAMS), [make_batch(3)])
     assert loss.tried() == [3]
 
 
@@ -269,46 +264,38 @@ def test_a_stream_gives_aux_that_outlives_its_window(donate):
         return (w * x).square().mean(), {"rows": x.sum(1), "before": w}
 
     knobs = {"has_aux": True, "aux_reduction": {"rows": "concat", "before": "last"}}
-    auto, plain = (
-        pa.make_step(
-            loss, pa.sgd(0.1), microbatch_size=size, donate=size == "auto" and donate, **knobs
-        )
-        for size in ("auto", None)
-    )
     params, parts = torch.ones(3), [torch.randn(n, 3) for n in (4, 2)]
-    came, want = [], []
-    for step, seen in (auto, came), (plain, want):
-        state = step.init(params)
+
+    def streamed(size, **given):
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **knobs, **given)
+        state, seen = step.init(params), []
         window = step.begin(state)
         for part in parts:
             window, aux = step.update(state, window, part)
             seen.append(aux)
-        state, info = step.apply(state, window)
-        seen.append((state, info))
-    assert_trees_bitwise_equal(came, want)
+        return seen, step.apply(state, window)
+
+    assert_trees_bitwise_equal(streamed("auto", donate=donate), streamed(None))
 
 
 def test_a_larger_size_is_tried_again_after_a_while():
     loss = Scarce()
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", retry_after=2)
     state, batch = step.init(torch.ones(3)), rows_like(3)(16)
-
-    def tried():
-        loss.rows.clear()
+    for holds, sizes in (
+        (4, [16, 8, *[4] * 4]),
+        (4, [4] * 4),
+        (4, [4] * 4),
+        (4, [8, *[4] * 4]),  # not 16: twice what went well
+        (16, [4] * 4),
+        (16, [4] * 4),
+        (16, [8] * 2),
+        (16, [16]),  # 8 was the smallest that had failed
+        (16, [16]),
+    ):
+        loss.holds, loss.rows = holds, []
         step(state, batch)
-        return loss.rows
-
-    loss.holds = 4
-    assert tried() == [16, 8, *[4] * 4]
-    assert tried() == [4] * 4
-    assert tried() == [4] * 4
-    assert tried() == [8, *[4] * 4]  # not 16: twice what went well
-    loss.holds = 16
-    assert tried() == [4] * 4
-    assert tried() == [4] * 4
-    assert tried() == [8] * 2
-    assert tried() == [16]  # 8 was the smallest that had failed
-    assert tried() == [16]
+        assert loss.rows == sizes
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -320,11 +307,8 @@ def test_an_attempt_gives_nothing_up(donate):
     batch = rows_like(3)(8)
     loss.holds = 2
     want, _ = plain(plain.init(torch.ones(3)), batch)
-    twice = plain.init(torch.ones(3))
-    window = plain.begin(twice)
-    for part in pa.microbatches(torch.cat([batch, 2 * batch]), 2):
-        window = plain.update(twice, window, part)
-    streamed, _ = plain.apply(twice, window)
+    parts = pa.microbatches(torch.cat([batch, 2 * batch]), 2)
+    streamed, _ = in_a_window(plain, plain.init(torch.ones(3)), parts)
 
     state = step.init(torch.ones(3))
     loss.holds = 0
@@ -356,7 +340,7 @@ def test_noise_begins_with_two_microbatches():
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", noise=True)
     for rows, want in ((7, [4, 3]), (8, [4, 4]), (1, [1])):
         loss.rows.clear()
-        _, info = step(step.init(torch.ones(3)), rows_like(3)(rows))
+        _, info = once(step, torch.ones(3), rows_like(3)(rows))
         assert loss.rows == want
         assert info.noise.noise.isfinite().all() == (rows > 1)
 
@@ -407,13 +391,8 @@ def test_knobs_that_do_not_fit_auto_are_refused(error, knobs, words):
     "transform", [torch.func.grad, torch.func.vmap, torch.func.jacfwd], ids=lambda it: it.__name__
 )
 def test_auto_is_refused_under_a_transform(transform):
-    loss = Counted()
-
-    batch = make_batch(3)
-
-    def value(params):
-        return pa.value(loss, microbatch_size="auto")(params, batch)
-
+    loss, batch = Counted(), make_batch(3)
+    value = lambda params: pa.value(loss, microbatch_size="auto")(params, batch)  # noqa: E731
     with saying(RuntimeError, "'auto' came under a torch.func transform", "that number"):
         transform(value)(torch.stack([PARAMS]))
     assert not loss.rows

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing.strategies import compositions, seeds
-from tests.draws import generator
+from tests.draws import generator, slices
+from tests.problems import in_parts, once
 
 
 pytestmark = [pytest.mark.exact]
@@ -173,7 +174,7 @@ def test_params_and_aux_may_be_any_container(kind):
         return out.mean(), other(rows=out, more=other(count=pa.Weighted(len(x), 1)))
 
     step = pa.make_step(linear, pa.sgd(1.0), has_aux=True, microbatch_size=2)
-    state, info = step(step.init(params), torch.arange(8.0))
+    state, info = once(step, params, torch.arange(8.0))
     assert type(state.params) is cls
     assert state.params["more"] == 2.0 - 3.5
     assert type(info.aux) is type(info.aux["more"]) is other
@@ -198,12 +199,10 @@ def test_jagged_tensors_are_cut_between_their_rows(seed, sizes, lengths):
     want = flat.sum(0) / len(flat)
     assert torch.equal(pa.grad(of_values, microbatch_size=sizes)(w, batch), want)
     step = pa.make_step(of_values, pa.sgd(1.0), microbatch_size=sizes)
-    assert torch.equal(step(step.init(w), batch)[0].params, w - want)
-    at = 0
-    for part, size in zip(pa.microbatches(batch, sizes), sizes, strict=True):
-        for x, y in zip(part["x"].unbind(), rows[at : at + size], strict=True):
+    assert torch.equal(once(step, w, batch)[0].params, w - want)
+    for part, its in zip(pa.microbatches(batch, sizes), slices(sizes), strict=True):
+        for x, y in zip(part["x"].unbind(), rows[its], strict=True):
             assert torch.equal(x, y)
-        at += size
 
 
 # A stream needs no rows ------------------------------------------------------------------------
@@ -223,12 +222,10 @@ def test_microbatches_of_a_stream_need_no_rows(how, seed, sizes):
     """Lists of images of several sizes, packed sequences and 0-d tensors: nothing is cut."""
     drawn, w = generator(seed), torch.tensor([1.0, -2.0])
     images = [torch.randint(-15, 16, (i + 1, 2), generator=drawn).float() for i in range(ROWS)]
-    at, parts = 0, list[Any]()
-    for size in sizes:
-        its = images[at : at + size]
-        ends = torch.tensor([len(x) for x in its]).cumsum(0)
-        parts.append({"images": its, "ends": ends, "scale": torch.tensor(2.0)})
-        at += size
+    parts = []
+    for its in slices(sizes):
+        ends = torch.tensor([len(x) for x in images[its]]).cumsum(0)
+        parts.append({"images": images[its], "ends": ends, "scale": torch.tensor(2.0)})
     flat = torch.cat(images)
     want = (flat.sum(0) + 2 * len(sizes)) / len(flat)
     if how == "value":
@@ -237,10 +234,7 @@ def test_microbatches_of_a_stream_need_no_rows(how, seed, sizes):
         assert value == (total.double() / len(flat)).float()
     elif how == "accumulator":
         acc = pa.accumulator(over_tokens)
-        state = acc.init(w)
-        for part in parts:
-            state = acc.update(state, w, part, donate=True)
-        assert torch.equal(acc.finalize(state)[0], want)
+        assert torch.equal(acc.finalize(in_parts(acc, w, parts, donate=True))[0], want)
     else:
         compiled = {"backend": "eager"} if how == "compiled" else False
         step = pa.make_step(over_tokens, pa.sgd(1.0), donate=how == "donated", compile=compiled)

@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import partial
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from pureaccum._core.writes import unguarded
 from pureaccum.distributed import gather, psum
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
+from tests.problems import pulled
 from tests.ranks import in_step, on_ranks
 
 
@@ -71,33 +73,51 @@ def in_one_process(kind, xs):
     return torch.stack([of_ranks(kind, rank, x, xs) for rank, x in enumerate(xs)]).sum()
 
 
+def along(f, x):
+    """The tangent in the direction of ones."""
+    return jvp(f, (x,), (optree.tree_map(torch.ones_like, x),))[1]
+
+
+def squared(f):
+    return lambda x: sum((g**2).sum() for g in optree.tree_leaves(grad(f)(x)))
+
+
+def twice(f, x):
+    return pulled(lambda y: (torch.autograd.grad(f(y), y, create_graph=True)[0] ** 2).sum(), x)
+
+
+# Of a function of one rank's tensor, and of one of the tensors of all ranks.
 NESTS = {
-    "grad": grad,
-    "of grad": lambda f: grad(lambda x: (grad(f)(x) ** 2).sum()),
-    "jvp of grad": lambda f: lambda x: jvp(grad(f), (x,), (torch.ones_like(x),))[1],
-    "grad of jvp": lambda f: grad(lambda x: jvp(f, (x,), (torch.ones_like(x),))[1]),
-    "jvp of jvp": lambda f: (
-        lambda x: jvp(
-            lambda y: jvp(f, (y,), (torch.ones_like(y),))[1], (x,), (torch.ones_like(x),)
-        )[1]
+    "grad": (grad, grad),
+    "of grad": (lambda f: grad(squared(f)), lambda f: grad(squared(f))),
+    "jvp of grad": (lambda f: lambda x: along(grad(f), x), lambda f: lambda xs: along(grad(f), xs)),
+    "grad of jvp": (lambda f: grad(lambda x: along(f, x)), lambda f: lambda xs: along(grad(f), xs)),
+    "jvp of jvp": (lambda f: lambda x: along(lambda y: along(f, y), x), None),
+    "vmap of grad": (
+        lambda f: lambda x: vmap(grad(f))(torch.stack([x, 2 * x])),
+        lambda f: lambda xs: stacked([grad(f)([s * x for x in xs]) for s in (1, 2)]),
     ),
-    "vmap of grad": lambda f: lambda x: vmap(grad(f))(torch.stack([x, 2 * x])),
-    "grad of vmap": lambda f: grad(lambda x: vmap(f)(torch.stack([x, 2 * x])).sum()),
-    "vmap of jvp of grad": lambda f: vmap(
-        lambda t: jvp(grad(f), (t,), (torch.ones_like(t),))[1], in_dims=-1, out_dims=-1
+    "grad of vmap": (
+        lambda f: grad(lambda x: vmap(f)(torch.stack([x, 2 * x])).sum()),
+        lambda f: grad(lambda xs: f(xs) + f([2 * x for x in xs])),
     ),
-    "backward": lambda f: lambda x: by_autograd(f, x),
-    "double backward": lambda f: (
-        lambda x: by_autograd(
-            lambda y: (torch.autograd.grad(f(y), y, create_graph=True)[0] ** 2).sum(), x
-        )
+    "vmap of jvp of grad": (
+        lambda f: vmap(lambda t: along(grad(f), t), in_dims=-1, out_dims=-1),
+        lambda f: lambda xs: stacked([along(grad(f), [x[..., i] for x in xs]) for i in (0, 1)], -1),
     ),
+    "backward": (lambda f: lambda x: pulled(f, x), grad),
+    "double backward": (lambda f: lambda x: twice(f, x), lambda f: grad(squared(f))),
 }
 
 
-def by_autograd(f, x):
-    x = x.clone().requires_grad_()
-    return torch.autograd.grad(f(x), x)[0]
+def stacked(pairs, dim=0):
+    return [torch.stack(both, dim) for both in zip(*pairs, strict=True)]
+
+
+def each_its_own(kind, xs):
+    """The second tangents of what each rank returns itself."""
+    of = [partial(lambda r, xs: of_ranks(kind, r, xs[r], xs), r) for r in range(len(xs))]
+    return [along(partial(along, f), xs) for f in of]
 
 
 @on_ranks(2, 3)
@@ -107,47 +127,12 @@ def test_derivatives_are_those_of_the_sum_of_what_all_ranks_return(rank, world):
         if kind == "gather":
             shapes[-1] = (0, 2)
         xs = [whole_numbers(*shape, seed=i) for i, shape in enumerate(shapes)]
-        for name, nest in NESTS.items():
-            if name == "vmap of jvp of grad":
-                xs = [torch.stack([x, 2 * x], -1) for x in xs]
-            came = nest(partial(of_ranks, kind, rank))(xs[rank])
-            want = all_at_once(name, partial(in_one_process, kind), xs)[rank]
-            assert_trees_bitwise_equal(came, want)
-            if name == "vmap of jvp of grad":
-                xs = [x[..., 0] for x in xs]
-
-
-def all_at_once(name, f, xs):
-    """The nest of one function of all ranks' tensors."""
-    ones = [torch.ones_like(x) for x in xs]
-    if name in ("grad", "backward"):
-        return grad(f)(xs)
-    if name in ("of grad", "double backward"):
-        return grad(lambda xs: sum((g**2).sum() for g in grad(f)(xs)))(xs)
-    if name in ("jvp of grad", "grad of jvp"):
-        return jvp(grad(f), (xs,), (ones,))[1]
-    if name == "jvp of jvp":
-        # each rank has the tangent of what it returns itself
-        return [
-            jvp(
-                lambda xs, r=r: jvp(lambda xs: of_ranks(f.args[0], r, xs[r], xs), (xs,), (ones,))[
-                    1
-                ],
-                (xs,),
-                (ones,),
-            )[1]
-            for r in range(len(xs))
-        ]
-    if name == "vmap of grad":
-        pairs = [grad(f)([s * x for x in xs]) for s in (1, 2)]
-        return [torch.stack(both) for both in zip(*pairs, strict=True)]
-    if name == "grad of vmap":
-        return grad(lambda xs: f(xs) + f([2 * x for x in xs]))(xs)
-    pairs = [
-        jvp(grad(f), ([x[..., i] for x in xs],), ([torch.ones_like(x[..., i]) for x in xs],))[1]
-        for i in range(2)
-    ]
-    return [torch.stack(both, -1) for both in zip(*pairs, strict=True)]
+        for name, (nest, of_all) in NESTS.items():
+            its = [torch.stack([x, 2 * x], -1) for x in xs] if name == "vmap of jvp of grad" else xs
+            came = nest(partial(of_ranks, kind, rank))(its[rank])
+            one = partial(in_one_process, kind)
+            want = of_all(one)(its) if of_all else each_its_own(kind, its)
+            assert_trees_bitwise_equal(came, want[rank])
 
 
 @on_ranks(2)
@@ -375,7 +360,7 @@ def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank, world):
             "func": lambda b, f=flagged: pa.grad(f)(w, b),
             "autograd": lambda b, f=flagged: pa.grad(f, engine="autograd")(w, b),
             "value": lambda b, f=flagged: pa.value(f)(w, b),
-            "remat": lambda b, f=loss: by_autograd(lambda w: pa.remat(f)(w, b["x"]), w),
+            "remat": lambda b, f=loss: pulled(lambda w: pa.remat(f)(w, b["x"]), w),
         }
         for name, call in calls.items():
             if name == "func" and loss is by_torch:

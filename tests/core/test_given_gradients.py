@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing.strategies import histories, seeds
 from tests.draws import examples, generator
+from tests.problems import in_parts
 from tests.rounding import UNIT, exact_sum, gamma, ulps
 
 
@@ -108,7 +109,5 @@ def test_float32_parameters_summed_in_float64_round_as_float64_does(data):
     x = data.draw(addends(torch.float32))
     w = torch.zeros(())
     acc = pa.accumulator(inner, reduction="sum", dtype=torch.float64)
-    state = acc.init(w)
-    for row in x.split(1):
-        state = acc.update(state, w, row)
+    state = in_parts(acc, w, x.split(1))
     check(state.grads, x.double(), len(x) - 1)

@@ -50,54 +50,39 @@ def check(w, batch, metrics):
     assert (metrics["top"], metrics["least"], metrics["seen"]) == (x.max(), x.min(), ROWS)
 
 
-def by_value(sizes):
-    return pa.value(loss, has_aux=True, microbatch_size=sizes, aux_reduction=WORDS)
-
-
-def by_stream(sizes):
-    of = pa.value(loss, has_aux=True, stream=True, aux_reduction=WORDS)
-    return lambda w, batch: of(w, pa.microbatches(batch, sizes))
-
-
-def by_grad(sizes):
-    of = pa.grad_and_value(loss, has_aux=True, microbatch_size=sizes, aux_reduction=WORDS)
-    return lambda w, batch: of(w, batch)[1]
+KNOBS = {"has_aux": True, "aux_reduction": WORDS}
 
 
 def by_step(sizes, **knobs):
-    knobs = {"has_aux": True, "aux_reduction": WORDS, "microbatch_size": sizes} | knobs
-    step = pa.make_step(loss, pa.sgd(0.0), **knobs)
-
-    def call(w, batch):
-        info = step(step.init(w), batch)[1]
-        return info.loss, info.aux
-
-    return call
+    step = pa.make_step(loss, pa.sgd(0.0), **KNOBS | {"microbatch_size": sizes} | knobs)
+    return lambda w, batch: told(step(step.init(w), batch))
 
 
 def by_window(sizes, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.0), has_aux=True, aux_reduction=WORDS, **knobs)
-
-    def call(w, batch):
-        info = step.window(step.init(w), pa.microbatches(batch, sizes))[1]
-        return info.loss, info.aux
-
-    return call
+    step = pa.make_step(loss, pa.sgd(0.0), **KNOBS, **knobs)
+    return lambda w, batch: told(step.window(step.init(w), pa.microbatches(batch, sizes)))
 
 
-def by_microbatch(sizes):
-    return pa.microbatch(loss, microbatch_size=sizes, reduce=("sum", WORDS))
+def told(result):
+    return result[1].loss, result[1].aux
+
+
+def by_stream(sizes):
+    of = pa.value(loss, stream=True, **KNOBS)
+    return lambda w, batch: of(w, pa.microbatches(batch, sizes))
 
 
 WAYS = {
-    "value": by_value,
+    "value": lambda sizes: pa.value(loss, microbatch_size=sizes, **KNOBS),
     "stream": by_stream,
-    "grad": by_grad,
+    "grad": lambda sizes: (
+        lambda w, batch: pa.grad_and_value(loss, microbatch_size=sizes, **KNOBS)(w, batch)[1]
+    ),
     "step": by_step,
     "a step that skips": lambda sizes: by_step(sizes, nonfinite="skip"),
     "window": by_window,
     "window of auto": lambda sizes: by_window(sizes, microbatch_size="auto", memory_budget=10**9),
-    "microbatch": by_microbatch,
+    "microbatch": lambda sizes: pa.microbatch(loss, microbatch_size=sizes, reduce=("sum", WORDS)),
 }
 
 
@@ -228,17 +213,21 @@ def test_several_streams_go_side_by_side():
 
 
 def test_what_is_no_stream_is_refused():
-    value = pa.value(lambda w, x: (w * x).mean(), stream=True)
+    def value(batch, **knobs):
+        return pa.value(lambda w, x: w * x[0].mean(), stream=True, **knobs)(
+            torch.tensor(1.0), batch
+        )
+
     for batch in (torch.ones(4), {"x": torch.ones(4)}, 3):
         with pytest.raises(TypeError, match="with stream=True, an iterable of batches"):
-            value(torch.tensor(1.0), batch)
-    with pytest.raises(ValueError, match="the stream gave no batch, and there is no value"):
-        value(torch.tensor(1.0), [])
-    with pytest.raises(ValueError, match="'auto' came with a stream"):
-        pa.value(lambda w, x: (w * x).mean(), stream=True, microbatch_size="auto")
-    rows = pa.value(lambda w, batch: w * batch[0].mean(), stream=True)
-    with pytest.raises(ValueError, match="has 2 rows"):
-        rows(torch.tensor(1.0), [(torch.ones(3), torch.ones(2))])
+            value(batch)
+    for batch, knobs, words in (
+        ([], {}, "the stream gave no batch, and there is no value"),
+        ([], {"microbatch_size": "auto"}, "'auto' came with a stream"),
+        ([(torch.ones(3), torch.ones(2))], {}, "has 2 rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            value(batch, **knobs)
     with pytest.raises(TypeError, match="policy is 'bf16'"):
         pa.value(lambda w, x: (w * x).mean(), policy="bf16")
 

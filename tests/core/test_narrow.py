@@ -13,6 +13,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, History, reduction, seeds
 from tests.draws import examples, generator
+from tests.problems import in_parts, once
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
@@ -116,10 +117,7 @@ def test_a_gradient_whose_sum_overflows_float16_is_right(kind, engine, seed, siz
     """Pulled with 1, the sum of a microbatch of 2048 is inf; the mean of all is 50."""
     x, w = around_50(seed), torch.zeros((), dtype=torch.float16)
     acc = pa.accumulator(dense(kind), engine=engine)
-    state = acc.init(w)
-    for part in pa.microbatches(x, size):
-        state = acc.update(state, w, part)
-    grads, value = acc.finalize(state)
+    grads, value = acc.finalize(in_parts(acc, w, pa.microbatches(x, size)))
     got = pa.grad(dense(kind), microbatch_size=size, engine=engine)(w, x)
 
     # Where a microbatch of pairs is a power of two, nothing rounds. Of 4095 rows the gradient
@@ -136,6 +134,11 @@ def test_the_plain_sum_of_those_gradients_overflows():
 
 
 # Microbatched functions ----------------------------------------------------------------------
+
+
+def in_bfloat16(loss):
+    return pa.make_step(loss, pa.sgd(1.0), policy=pa.Policy(compute=torch.bfloat16))
+
 
 FINE = torch.tensor([1.0, 2.0**-12])  # their sum has more digits than bfloat16
 
@@ -155,18 +158,13 @@ def test_a_cast_gives_way_to_its_master(word, captured):
     """A policy's cast is made in each microbatch, so that the master's gradient stays wide."""
 
     def loss(params, batch):
-        def of(w, x):
-            return (w * x).sum() if word == "sum" else w * x
-
+        of, w = (lambda w, x: (w * x).sum() if word == "sum" else w * x), params["w"]
+        knobs = {"microbatch_size": 1, "reduce": word}
         if captured:
-            cut = pa.microbatch(
-                lambda x: of(params["w"], x), microbatch_size=1, batch_argnums=0, reduce=word
-            )
-            return cut(batch).sum()
-        return pa.microbatch(of, microbatch_size=1, reduce=word)(params["w"], batch).sum()
+            return pa.microbatch(lambda x: of(w, x), batch_argnums=0, **knobs)(batch).sum()
+        return pa.microbatch(of, **knobs)(w, batch).sum()
 
-    step = pa.make_step(loss, pa.sgd(1.0), policy=pa.Policy(compute=torch.bfloat16))
-    state, _ = step(step.init({"w": torch.zeros(())}), FINE)
+    state, _ = once(in_bfloat16(loss), {"w": torch.zeros(())}, FINE)
     assert state.params["w"] == -(1 + 2**-12)
 
 
@@ -178,8 +176,7 @@ def test_a_cast_that_was_written_to_is_a_tensor_of_its_own():
             params["w"].mul_(2)
         return pa.microbatch(lambda w, x: w * x, microbatch_size=1)(params["w"], batch).sum()
 
-    step = pa.make_step(loss, pa.sgd(1.0), policy=pa.Policy(compute=torch.bfloat16))
-    _, info = step(step.init({"w": torch.ones(())}), torch.ones(2))
+    _, info = once(in_bfloat16(loss), {"w": torch.ones(())}, torch.ones(2))
     assert info.loss == 4
 
 

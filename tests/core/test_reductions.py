@@ -17,6 +17,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, seeds
 from tests.draws import examples, generator
 from tests.exactly import integers
+from tests.problems import pulled
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
@@ -37,51 +38,30 @@ def rows(w, x):
     return (x @ w) * (x[:, :2] + 1)
 
 
-# Each: the function of a microbatch, the word, and the same of the whole batch and its cut.
+def sums(w, x):
+    return rows(w, x).sum(0)
+
+
+# Each: the function of a microbatch, and the word; then the same of all parts, where it is another.
 WORDS = {
-    "concat": (rows, "concat", lambda w, x, sizes: rows(w, x)),
-    "sum": (lambda w, x: rows(w, x).sum(0), "sum", lambda w, x, sizes: rows(w, x).sum(0)),
-    "mean": (
-        lambda w, x: rows(w, x).sum(0) / len(x),
-        "mean",
-        lambda w, x, sizes: rows(w, x).sum(0) / len(x),
-    ),
-    "stack": (
-        lambda w, x: rows(w, x).sum(0),
-        "stack",
-        lambda w, x, sizes: torch.stack([rows(w, part).sum(0) for part in x.split(sizes)]),
-    ),
-    "last": (
-        lambda w, x: rows(w, x).sum(0),
-        "last",
-        lambda w, x, sizes: rows(w, x.split(sizes)[-1]).sum(0),
-    ),
-    "one word for a tree": (
-        lambda w, x: {"a": rows(w, x), "b": [x]},
-        "concat",
-        lambda w, x, sizes: {"a": rows(w, x), "b": [x]},
-    ),
+    "concat": (rows, "concat"),
+    "sum": (sums, "sum"),
+    "mean": (lambda w, x: sums(w, x) / len(x), "mean"),
+    "stack": (sums, "stack", lambda w, parts: torch.stack([sums(w, part) for part in parts])),
+    "last": (sums, "last", lambda w, parts: sums(w, parts[-1])),
+    "one word for a tree": (lambda w, x: {"a": rows(w, x), "b": [x]}, "concat"),
     "a tree of words": (
-        lambda w, x: {"a": rows(w, x), "b": (rows(w, x).sum(0), x.sum())},
+        lambda w, x: {"a": rows(w, x), "b": (sums(w, x), x.sum())},
         {"a": "concat", "b": "sum"},
-        lambda w, x, sizes: {"a": rows(w, x), "b": (rows(w, x).sum(0), x.sum())},
     ),
-    "an output that is an input": (lambda w, x: (x, x), "concat", lambda w, x, sizes: (x, x)),
+    "an output that is an input": (lambda w, x: (x, x), "concat"),
     "an output that is given twice": (
         lambda w, x: [h := rows(w, x), h, h.T.T],
         "concat",
-        lambda w, x, sizes: [rows(w, x)] * 3,
+        lambda w, parts: [rows(w, torch.cat(parts))] * 3,
     ),
-    "an output of what all share": (
-        lambda w, x: w * 2,
-        "sum",
-        lambda w, x, sizes: w * 2 * len(sizes),
-    ),
-    "expanded": (
-        lambda w, x: w[0].expand(len(x), 2),
-        "concat",
-        lambda w, x, sizes: w[0].expand(len(x), 2),
-    ),
+    "an output of what all share": (lambda w, x: w * 2, "sum", lambda w, parts: w * 2 * len(parts)),
+    "expanded": (lambda w, x: w[0].expand(len(x), 2), "concat"),
 }
 words = pytest.mark.parametrize("name", WORDS)
 
@@ -91,24 +71,25 @@ def square(tree):
     return sum(((x.sum(0) + x) * x).sum() for x in optree.tree_leaves(tree))
 
 
+def alike(of, ours, plain):
+    assert_trees_bitwise_equal(of(ours), of(plain))
+
+
 @words
 @examples(1 / 2)
 @given(st.data(), seeds())
 def test_each_word_has_the_value_gradient_and_hessian_of_the_full_batch(name, data_, seed):
-    func, word, whole = WORDS[name]
+    func, word, *of_parts = WORDS[name]
     sizes = rows_of(data_.draw(cuts))
     if name == "mean":
         sizes = [1 << (size.bit_length() - 1) for size in sizes]
         sizes += [1] * (ROWS - sum(sizes))
     w, x = data(seed)
     micro = pa.microbatch(func, microbatch_size=sizes, reduce=word)
-    assert_trees_bitwise_equal(micro(w, x), whole(w, x, sizes))
-    ours, plain = lambda w, x: square(micro(w, x)), lambda w, x: square(whole(w, x, sizes))
-    both = (0, 1)
-    got, want = torch.func.grad(ours, both)(w, x), torch.func.grad(plain, both)(w, x)
-    assert_trees_bitwise_equal(got, want)
-    got, want = (torch.func.hessian(f)(w, x) for f in (ours, plain))
-    assert_trees_bitwise_equal(got, want)
+    whole = (lambda w, x: of_parts[0](w, x.split(sizes))) if of_parts else func
+    alike(lambda f: f(w, x), micro, whole)
+    alike(lambda f: torch.func.grad(lambda w, x: square(f(w, x)), (0, 1))(w, x), micro, whole)
+    alike(lambda f: torch.func.hessian(lambda w, x: square(f(w, x)))(w, x), micro, whole)
 
 
 @pytest.mark.parametrize("word", ["max", "min"])
@@ -140,7 +121,7 @@ def test_microbatches_that_tie_share_the_gradient_of_the_largest(word, cut, seed
         lambda f: torch.func.jvp(f, (w, x), v),
         lambda f: torch.func.hessian(lambda w: square(f(w, x)))(w),
     ):
-        assert_trees_bitwise_equal(of(micro), of(whole))
+        alike(of, micro, whole)
 
 
 @given(cuts, seeds())
@@ -174,11 +155,10 @@ def test_rows_may_lie_along_another_dim(dim, cut, seed):
         return rows(w, x.movedim(dim, 0)).movedim(0, dim)
 
     micro = pa.microbatch(func, microbatch_size=cut, dim=dim)
-    assert_trees_bitwise_equal(micro(w, batch), func(w, batch))
-    for f in (torch.func.grad, torch.func.hessian):
-        got = f(lambda w, x: micro(w, x).pow(2).sum(), 1 if f is torch.func.grad else 0)(w, batch)
-        want = f(lambda w, x: func(w, x).pow(2).sum(), 1 if f is torch.func.grad else 0)(w, batch)
-        assert_trees_bitwise_equal(got, want)
+    alike(lambda f: f(w, batch), micro, func)
+    number = lambda f: lambda w, x: f(w, x).pow(2).sum()  # noqa: E731
+    alike(lambda f: torch.func.grad(number(f), 1)(w, batch), micro, func)
+    alike(lambda f: torch.func.hessian(number(f))(w, batch), micro, func)
 
 
 @given(cuts, seeds())
@@ -189,9 +169,10 @@ def test_batches_are_given_by_position_and_by_name(cut, seed):
         return rows(w, x["x"]) * scale + y[:, :2]
 
     micro = pa.microbatch(func, microbatch_size=cut, batch_argnums=(0,), batch_argnames="y")
-    for f in (lambda f: f, lambda f: torch.func.grad(lambda *a, **k: square(f(*a, **k)), (0, 1))):
-        got = f(micro)({"x": x}, w, 2.0, y=x, name="a")
-        assert_trees_bitwise_equal(got, f(func)({"x": x}, w, 2.0, y=x, name="a"))
+    args, named = ({"x": x}, w, 2.0), {"y": x, "name": "a"}
+    number = lambda f: lambda *args, **named: square(f(*args, **named))  # noqa: E731
+    alike(lambda f: f(*args, **named), micro, func)
+    alike(lambda f: torch.func.grad(number(f), (0, 1))(*args, **named), micro, func)
 
 
 @given(cuts, seeds())
@@ -219,10 +200,8 @@ def test_outputs_may_be_integers_and_no_tensors(cut, seed):
     for key in ("n", "half"):
         assert got.pop(key) == want.pop(key)
     assert_trees_bitwise_equal(got, want)
-    ours, plain = (
-        lambda w, f=f: (f(w, batch)["rows"] ** 2 * x[:, :2]).sum() for f in (micro, func)
-    )
-    assert_trees_bitwise_equal(torch.func.grad(ours)(w), torch.func.grad(plain)(w))
+    number = lambda f: lambda w: (f(w, batch)["rows"] ** 2 * x[:, :2]).sum()  # noqa: E731
+    alike(lambda f: torch.func.grad(number(f))(w), micro, func)
 
 
 NO_DERIVATIVE = {
@@ -262,13 +241,10 @@ def test_rows_may_be_complex(cut, seed):
     micro = pa.microbatch(rows, microbatch_size=cut)
 
     def gradient(f):
-        def loss(w, x):
-            z = torch.view_as_real(f(w, x))
-            return (z.sum(0) * z).sum()
+        number = lambda z: (z.sum(0) * z).sum()  # noqa: E731
+        return torch.func.grad(lambda *at: number(torch.view_as_real(f(*at))), (0, 1))(w, x)
 
-        return torch.func.grad(loss, (0, 1))(w, x)
-
-    assert_trees_bitwise_equal(gradient(micro), gradient(rows))
+    alike(gradient, micro, rows)
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
@@ -326,25 +302,18 @@ def test_several_weighted_means_are_each_the_full_batch_s(transform, cut, seed, 
         h = rows(w, x).sum(1)
         return (h * a).sum() / 32 * 2 + (h * h * b).sum() / 32 + h.sum()
 
-    def backward(f):
-        def run(w):
-            w = w.clone().requires_grad_()
-            return torch.autograd.grad(f(w), w)[0]
-
-        return run
-
     fwd, rev = torch.func.jacfwd, torch.func.jacrev
     apply = {
         "value": lambda f: f,
         "grad": torch.func.grad,
-        "backward": backward,
+        "backward": lambda f: lambda w: pulled(f, w),
         "fr": lambda f: fwd(rev(f)),
         "rf": lambda f: rev(fwd(f)),
         "rr": lambda f: rev(rev(f)),
         "ff": lambda f: fwd(fwd(f)),
         "vmap": lambda f: lambda w: torch.func.vmap(torch.func.grad(f))(torch.stack([w, -w])),
     }[transform]
-    assert_trees_bitwise_equal(apply(ours)(w), apply(plain)(w))
+    alike(lambda f: apply(f)(w), ours, plain)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -360,15 +329,11 @@ def test_a_weighted_mean_stands_beside_one_without_a_gradient(order, first):
 
     micro = pa.microbatch(func, microbatch_size=2, batch_argnums=(1, 2))
 
-    def ours(w):
-        return micro(w, x, mask)[int(not first)]
-
-    def plain(w):
-        return (w**4 * x).sum() / 4
-
+    ours = lambda w: micro(w, x, mask)[int(not first)]  # noqa: E731
+    plain = lambda w: (w**4 * x).sum() / 4  # noqa: E731
     for _ in range(order):
         ours, plain = torch.func.grad(ours), torch.func.grad(plain)
-    assert torch.equal(ours(torch.tensor(2.0)), plain(torch.tensor(2.0)))
+    alike(lambda f: f(torch.tensor(2.0)), ours, plain)
 
 
 def test_the_mean_of_a_batch_without_any_weight_is_nan():
@@ -455,7 +420,7 @@ def test_a_gradient_may_be_sparse(word, cut, seed):
         return leaf.grad.to_dense()
 
     micro = pa.microbatch(found, microbatch_size=cut, batch_argnums=(1, 2), reduce=word)
-    assert_trees_bitwise_equal(gradient(micro), gradient(found))
+    alike(gradient, micro, found)
 
 
 CALLED = {
@@ -473,9 +438,9 @@ def test_a_shared_tensor_is_a_term_of_every_microbatch(how, captured):
     w, x = data(0)
 
     def summed(w):
+        knobs = {"microbatch_size": 2, "reduce": "sum"}
         if captured:
-            func = pa.microbatch(lambda x: w, microbatch_size=2, batch_argnums=0, reduce="sum")
-            return func(x)
-        return pa.microbatch(lambda w, x: w, microbatch_size=2, reduce="sum")(w, x)
+            return pa.microbatch(lambda x: w, batch_argnums=0, **knobs)(x)
+        return pa.microbatch(lambda w, x: w, **knobs)(w, x)
 
     assert_trees_bitwise_equal(CALLED[how](summed, w), w * (ROWS // 2))

@@ -4,8 +4,6 @@ An inf or NaN in the loss or in the gradient of any one leaf is enough. Streamed
 or without, or cut by ``pa.grad`` (which adds first and looks afterwards): the same bits.
 """
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +15,6 @@ from pureaccum.testing.strategies import KINDS, compositions, reduction, seeds
 from tests.core.linear_loss import (
     KINDS_OF_LEAF,
     ROWS,
-    Batch,
     every_kind_of_leaf,
     gradient_sums,
     linear_batch,
@@ -25,16 +22,10 @@ from tests.core.linear_loss import (
     weight_of,
 )
 from tests.draws import examples, slices, take
+from tests.problems import in_parts
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("skip")]
-
-
-class Faulty(NamedTuple):
-    """A batch and, for every row, whether it has a fault."""
-
-    batch: Batch
-    bad: torch.Tensor
 
 
 not_finite = st.sampled_from([torch.inf, -torch.inf, torch.nan])
@@ -51,26 +42,23 @@ def faulty_batches(draw):
             batch["sound"][row, draw(leaf)] = 0
         else:
             batch[where][row] = number
-    return Faulty(batch, bad)
+    return batch, bad
 
 
-def counted(kind, faulty, parts):
+def counted(kind, batch, bad, parts):
     """The rows of sound microbatches, and how many microbatches are not."""
     count, skipped = torch.ones(ROWS, dtype=torch.bool), 0
     for rows in parts:
         # a microbatch of weight zero adds nothing, whatever is in it: there is nothing to skip
-        weight = faulty.batch["mask"][rows].sum() if kind == "weighted" else 1
-        if weight != 0 and faulty.bad[rows].any():
+        weight = batch["mask"][rows].sum() if kind == "weighted" else 1
+        if weight != 0 and bad[rows].any():
             count[rows] = False
             skipped += 1
     return count, skipped
 
 
 def stream(acc, params, batch, parts, donate=False):
-    state = acc.init(params)
-    for rows in parts:
-        state = acc.update(state, params, take(batch, rows), donate=donate)
-    return state
+    return in_parts(acc, params, [take(batch, rows) for rows in parts], donate)
 
 
 cases = pytest.mark.parametrize(
@@ -82,11 +70,11 @@ cases = pytest.mark.parametrize(
 @examples(1 / 3)
 @given(faulty=faulty_batches(), parts=compositions(ROWS).map(slices), donate=st.booleans())
 def test_a_skipped_microbatch_leaves_no_trace(kind, engine, faulty, parts, donate):
-    params, batch = every_kind_of_leaf(), faulty.batch
+    params, (batch, bad) = every_kind_of_leaf(), faulty
     loss, how = linear_loss(kind), reduction(kind)
     skipping = pa.accumulator(loss, reduction=how, engine=engine, nonfinite="skip")
     plain = pa.accumulator(loss, reduction=how, engine=engine)
-    count, skipped = counted(kind, faulty, parts)
+    count, skipped = counted(kind, batch, bad, parts)
 
     state = stream(skipping, params, batch, parts, donate)
     rest = stream(plain, params, batch, [rows for rows in parts if count[rows].all()])
@@ -101,7 +89,7 @@ def test_a_skipped_microbatch_leaves_no_trace(kind, engine, faulty, parts, donat
 @examples(1 / 6)
 @given(faulty=faulty_batches(), size=st.integers(1, ROWS), narrow=st.booleans())
 def test_streaming_and_speculating_skip_alike(kind, engine, faulty, size, narrow):
-    params, batch = every_kind_of_leaf(narrow), faulty.batch
+    params, (batch, _) = every_kind_of_leaf(narrow), faulty
     loss = linear_loss(kind)
     knobs = {"reduction": reduction(kind), "engine": engine, "nonfinite": "skip"}
     parts = [slice(i, min(i + size, ROWS)) for i in range(0, ROWS, size)]
@@ -121,17 +109,13 @@ def test_streaming_and_speculating_skip_alike(kind, engine, faulty, size, narrow
 @examples(1 / 6)
 @given(faulty=faulty_batches(), parts=compositions(ROWS).map(slices))
 def test_propagate_adds_it_and_counts_the_losses_that_are_not_finite(kind, engine, faulty, parts):
-    params, batch = every_kind_of_leaf(), faulty.batch
+    params, (batch, bad) = every_kind_of_leaf(), faulty
     acc = pa.accumulator(linear_loss(kind), reduction=reduction(kind), engine=engine)
-    bad = ~(batch["s"] + batch["offset"]).isfinite()
-    if kind == "weighted":
-        bad_parts = [rows for rows in parts if bad[rows].any() and batch["mask"][rows].any()]
-    else:
-        bad_parts = [rows for rows in parts if bad[rows].any()]
+    total_is_bad = ~(batch["s"] + batch["offset"]).isfinite()
 
     state = stream(acc, params, batch, parts)
 
-    assert (state.skipped, state.nonfinite) == (0, len(bad_parts))
+    assert (state.skipped, state.nonfinite) == (0, counted(kind, batch, total_is_bad, parts)[1])
     assert state.weight == weight_of(kind, batch)
     all_finite = pa.all_finite((state.grads, state.total))
-    assert bool(all_finite) == (counted(kind, faulty, parts)[1] == 0)
+    assert bool(all_finite) == (counted(kind, batch, bad, parts)[1] == 0)

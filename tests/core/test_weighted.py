@@ -1,6 +1,7 @@
 """``Weighted`` is total / weight of the whole batch, in every form, whatever it is cut into."""
 
 import itertools
+from functools import reduce
 from types import SimpleNamespace
 
 import pytest
@@ -13,55 +14,44 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
 from tests.exactly import RATIO, ROWS, copied, full_batch, make_batch, make_params
+from tests.problems import in_a_window, in_parts, once
 from tests.refusals import refused
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("weights")]
 
 
-def _gradient(loss, size, params, batch, **knobs):
-    return pa.grad_and_value(loss, microbatch_size=size, **knobs)(params, batch)
+def taken(loss, size, params, batch, **knobs):
+    """A step whose next parameters are the gradients."""
+    optimizer = SimpleNamespace(init=lambda _: (), apply=lambda grads, state, _: (grads, state))
+    step = pa.make_step(loss, optimizer, microbatch_size=size, **knobs)
+    state, info = once(step, params, batch)
+    return state.params, info.loss
 
 
-def _uncut(loss, size, params, batch, **knobs):
-    return pa.grad_and_value(loss, **knobs)(params, batch)
-
-
-def _under_vmap(loss, size, params, batch, **knobs):
+def under_vmap(loss, size, params, batch, **knobs):
     gradient = pa.grad_and_value(loss, microbatch_size=size, **knobs)
     return pa.unstack(torch.func.vmap(gradient, (0, None))(pa.stack([params]), batch))[0]
 
 
-def _stream(loss, size, params, batch, **knobs):
+def stream(loss, size, params, batch, **knobs):
     acc = pa.accumulator(loss, **knobs)
-    state = acc.init(params)
-    for part in pa.microbatches(batch, size):
-        state = acc.update(state, params, part, donate=True)
-    return acc.finalize(state)
+    return acc.finalize(in_parts(acc, params, pa.microbatches(batch, size), donate=True))
 
 
-def _merged(loss, size, params, batch, **knobs):
+def merged(loss, size, params, batch, **knobs):
     acc = pa.accumulator(loss, **knobs)
-    state = acc.init(params)
-    for part in pa.microbatches(batch, size):
-        state = acc.merge(acc.update(acc.init(params), params, part), state)
-    return acc.finalize(state, donate=True)
-
-
-def _step(loss, size, params, batch, **knobs):
-    taken = SimpleNamespace(init=lambda _: (), apply=lambda grads, state, _: (grads, state))
-    step = pa.make_step(loss, taken, microbatch_size=size, **knobs)
-    state, info = step(step.init(params), batch)
-    return state.params, info.loss
+    states = [in_parts(acc, params, [part]) for part in pa.microbatches(batch, size)]
+    return acc.finalize(reduce(lambda a, b: acc.merge(b, a), states, acc.init(params)), donate=True)
 
 
 FORMS = {
-    "cut": _gradient,
-    "uncut": _uncut,
-    "under vmap": _under_vmap,
-    "stream": _stream,
-    "merged": _merged,
-    "step": _step,
+    "cut": lambda f, n, p, b, **knobs: pa.grad_and_value(f, microbatch_size=n, **knobs)(p, b),
+    "uncut": lambda f, _, p, b, **knobs: pa.grad_and_value(f, **knobs)(p, b),
+    "under vmap": under_vmap,
+    "stream": stream,
+    "merged": merged,
+    "step": taken,
 }
 forms = pytest.mark.parametrize("form", FORMS)
 
@@ -108,12 +98,7 @@ def test_a_step_over_no_weight_is_not_applied(loss, reduction):
     state = step.init(torch.tensor(1.0))
     before = copied(state)
     batch = {"x": torch.ones(6), "mask": torch.zeros(6)}
-    new, info = step(state, batch)
-    window = step.begin(state)
-    for part in pa.microbatches(batch, 2):
-        window = step.update(state, window, part)
-    streamed, streamed_info = step.apply(state, window)
-    for after, said in (new, info), (streamed, streamed_info):
+    for after, said in step(state, batch), in_a_window(step, state, pa.microbatches(batch, 2)):
         assert not said.applied
         assert said.loss.isnan()
         assert_trees_bitwise_equal(after[:3], before[:3])

@@ -9,6 +9,7 @@ import torch
 import pureaccum as pa
 from pureaccum._base.trees import tree_leaves
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.problems import in_a_window, leaf
 
 
 pytestmark = [pytest.mark.exact]
@@ -23,22 +24,19 @@ def loss(p, x):
 
 def stream(p, engine):
     step = pa.make_step(loss, pa.sgd(0.5), engine=engine, reduction="sum")
-    state = step.init(p)
-    window = step.begin(state)
-    for part in X.split(2):
-        window = step.update(state, window, part)
-    return step.apply(state, window)[0].params
+    return in_a_window(step, step.init(p), X.split(2))[0].params
+
+
+def cut(size=2, **knobs):
+    knobs |= {"microbatch_size": size, "reduction": "sum"}
+    return lambda p, e: pa.grad(loss, engine=e, **knobs)(p, X)
 
 
 CALLS = {
-    "cut": lambda p, e: pa.grad(loss, microbatch_size=2, engine=e, reduction="sum")(p, X),
-    "one microbatch": lambda p, e: pa.grad(loss, microbatch_size=5, engine=e, reduction="sum")(
-        p, X
-    ),
+    "cut": cut(),
+    "one microbatch": cut(5),
+    "skip": cut(nonfinite="skip"),
     "whole": lambda p, e: pa.grad(loss, engine=e)(p, X),
-    "skip": lambda p, e: pa.grad(
-        loss, microbatch_size=2, engine=e, nonfinite="skip", reduction="sum"
-    )(p, X),
     "samples": lambda p, e: pa.per_sample_grad(
         loss, keep_batch_dim=True, engine={"autograd": "autograd"}.get(e, "vmap")
     )(p, X),
@@ -88,7 +86,7 @@ def test_such_a_gradient_is_differentiated_again(around, size):
 
 
 def test_backward_leaves_gradients_that_may_be_written_to():
-    p = {k: x.clone().requires_grad_() for k, x in SMALL.items()}
+    p = {k: leaf(x) for k, x in SMALL.items()}
     pa.value(loss, microbatch_size=2, reduction="sum")(p, X).backward()
     assert p["a"].grad is not None
     assert not p["a"].grad.add_(1).sub_(1).any()
