@@ -23,7 +23,6 @@ from .diagnosis import UNKNOWN, Case, diagnose, wrong_derivatives
 from .kept import names_of
 from .loop import Loop, of_loop, run_loop, trial_of_loop
 from .report import AccumulationMismatch, Diagnosis, Report, Split
-from .rows import raises
 from .subject import Subject, preserving_random, split_at, uncompiled, ways
 from .trials import (
     Comparison,
@@ -33,6 +32,7 @@ from .trials import (
     is_rounding,
     name_of,
     native_trial,
+    raises,
     repeats,
     trial_of,
     whole_batch,

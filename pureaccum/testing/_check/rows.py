@@ -13,6 +13,7 @@ With ``f(A)`` the loss of the rows ``A`` and its gradient, ``f(AB)`` that of ``A
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..._base.trees import all_finite, norm
 from ..._core.loss import Weighted
 from .report import Diagnosis, Indices, Split
-from .trials import Bound, Result, Trial, errors, value_and_gradient
+from .trials import Bound, Result, Trial, errors, raises, value_and_gradient
 
 
 def of_rows(trial: Trial, splits: Sequence[Split], shown: Sequence[Split]) -> list[Diagnosis]:
@@ -33,18 +34,6 @@ def of_rows(trial: Trial, splits: Sequence[Split], shown: Sequence[Split]) -> li
     if pairs and not causes:  # as declared, and off all the same: by a row's place
         causes.append(_coupled(loss, pairs))
     return causes
-
-
-def raises(trial: Trial, splits: Sequence[Split]) -> Diagnosis | None:
-    """What a microbatch raises in the first split in which one does."""
-    for split in splits:
-        if (error := trial.outcome(split).raised) is not None:
-            sizes = ", ".join(str(len(part)) for part in split[:8])
-            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            says = f"cut into microbatches of {sizes} rows, it raises {what}"
-            mend = "x.view(len(x), -1)  # any number of rows, one as well; no size written down"
-            return Diagnosis("raises", says, mend)
-    return None
 
 
 # Values ----------------------------------------------------------------------------------
@@ -69,10 +58,9 @@ class LossOfRows(NamedTuple):
 
     def __call__(self, *rows: int) -> Value | None:
         if rows not in self.known:
-            try:
+            value = None
+            with suppress(Exception):
                 value = self.compute(rows)
-            except Exception:
-                value = None
             self.known[rows] = value if value and all_finite(value.terms) else None
         return self.known[rows]
 
@@ -81,8 +69,8 @@ class LossOfRows(NamedTuple):
         subject, weights = self.trial.subject, [0.0]
 
         def total(params: Any, part: Any) -> Any:
-            out = subject.loss_fn(params, part)
-            loss = out[0] if subject.has_aux else out
+            loss = subject.loss_fn(params, part)
+            loss = loss[0] if subject.has_aux else loss
             if not isinstance(loss, Weighted):
                 return loss
             weights.append(float(loss.weight))
@@ -178,10 +166,9 @@ _MEAN_AS_SUM = Diagnosis(
 
 
 def _weighted(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
-    share = loss.trial.bound.share
     for p in pairs:
         one, two, both = p.one.weight, p.two.weight, p.both.weight
-        if abs(one + two - both) > share * (abs(one) + abs(two)):
+        if abs(one + two - both) > loss.trial.bound.share * (abs(one) + abs(two)):
             says = (
                 f"the weights of two microbatches are {one:.6g} and {two:.6g}, that of both "
                 f"together is {both:.6g}: weights have to add up."
@@ -202,9 +189,8 @@ def _weighted(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
     return _wrong_weight(says, "the sum of the mask, not the rows")
 
 
-def _wrong_weight(says: str, comment: str) -> Diagnosis:
-    mend = f"return pa.Weighted(per_token.sum(), mask.sum())  # {comment}"
-    return Diagnosis("weight", says, mend)
+def _wrong_weight(says: str, why: str) -> Diagnosis:
+    return Diagnosis("weight", says, f"return pa.Weighted(per_token.sum(), mask.sum())  # {why}")
 
 
 def _lost(pairs: list[Pair]) -> Diagnosis | None:
@@ -268,10 +254,7 @@ def _constant(what: str, mend: str) -> Diagnosis:
 
 
 def _weights_of_rows(loss: LossOfRows) -> dict[int, float] | None:
-    """Weights of a few rows, relative to the smallest, if the loss is a mean with weights.
-
-    A row that has a weight tells those of all others; a row that has none tells nothing.
-    """
+    """Weights of a few rows, relative to the smallest: a row that has one tells all others'."""
     rows = range(min(loss.trial.subject.rows, 12))
     return next(filter(None, (_weights_against(loss, base, rows) for base in rows)), None)
 
@@ -279,17 +262,16 @@ def _weights_of_rows(loss: LossOfRows) -> dict[int, float] | None:
 def _weights_against(loss: LossOfRows, base: int, rows: range) -> dict[int, float] | None:
     """The weights of rows relative to one row's; None where it tells none, or they are none."""
     weights = {base: 1.0}
-    for row in rows:
-        if row != base:
-            weight = _weight_beside(loss, base, row)
-            if weight is None:
-                return None
-            if weight == weight:
-                weights[row] = weight
+    for row in (row for row in rows if row != base):
+        weight = _weight_beside(loss, base, row)
+        if weight is None:
+            return None
+        if weight == weight:
+            weights[row] = weight
     all_, least = sum(weights.values()), min(filter(None, weights.values()))
-    parts = [(weight / all_, loss.mean(row)) for row, weight in weights.items() if weight]
-    whole, known = loss.mean(*sorted(weights)), [(share, value) for share, value in parts if value]
-    if len(weights) < 2 or whole is None or not loss.agree(known, whole):
+    parts = [(w / all_, value) for row, w in weights.items() if w and (value := loss.mean(row))]
+    whole = loss.mean(*sorted(weights))
+    if len(weights) < 2 or whole is None or not loss.agree(parts, whole):
         return None
     return {row: weight / least for row, weight in sorted(weights.items())}
 
@@ -331,8 +313,8 @@ class Shares(NamedTuple):
     shares: tuple[float, ...]
 
 
-COPIES = 6
-OTHERS = 8  # rows
+COPIES, OTHERS = 6, 8  # of a row; rows
+_NUMBERS = torch.arange(1.0, COPIES + 1, dtype=torch.float64)[:, None]
 
 
 def several_means(loss: LossOfRows) -> Shares | None:
@@ -347,7 +329,7 @@ def several_means(loss: LossOfRows) -> Shares | None:
             shares = _shares(loss, beside, row)
             if shares is None:
                 break
-            found.append(Shares(beside, row, shares))
+            found.append(Shares(beside, row, tuple(x if abs(x) > 1e-6 else 0.0 for x in shares)))
         else:
             if several := [it for it in found if len(it.shares) > 1]:
                 return max(several, key=lambda it: it.shares[1] - it.shares[0])
@@ -365,12 +347,11 @@ def _shares(loss: LossOfRows, beside: Indices, row: int) -> tuple[float, ...] | 
     y, noise = measured
     if y.norm() <= noise:
         return ()
-    x = torch.arange(1.0, COPIES + 1, dtype=torch.float64)[:, None]
-    line, bend = y.diff(dim=0), (x * y).diff(dim=0)
+    line, bend = y.diff(dim=0), (_NUMBERS * y).diff(dim=0)
     share = -float((line * bend).sum() / (bend * bend).sum())
     if (line + share * bend).norm() <= noise:
-        return (_or_zero(share),)
-    columns = [(x**k * y).diff(n=2, dim=0).flatten() for k in range(3)]
+        return (share,)
+    columns = [(_NUMBERS**k * y).diff(n=2, dim=0).flatten() for k in range(3)]
     sum_, product = torch.linalg.lstsq(torch.stack(columns[1:], 1), -columns[0]).solution.tolist()
     if (columns[0] + sum_ * columns[1] + product * columns[2]).norm() > noise:
         return None
@@ -378,11 +359,7 @@ def _shares(loss: LossOfRows, beside: Indices, row: int) -> tuple[float, ...] | 
     if not gap > (1e-3 * sum_) ** 2:
         return None
     low, high = (sum_ - gap**0.5) / 2, (sum_ + gap**0.5) / 2
-    return (_or_zero(low), high) if low > -1e-6 else None
-
-
-def _or_zero(share: float) -> float:
-    return share if abs(share) > 1e-6 else 0.0
+    return (low, high) if low > -1e-6 else None
 
 
 def _added_by_copies(loss: LossOfRows, beside: Indices, row: int) -> tuple[Tensor, float] | None:
@@ -395,8 +372,7 @@ def _added_by_copies(loss: LossOfRows, beside: Indices, row: int) -> tuple[Tenso
     noise = loss.trial.bound.share * float(max(v.norm() for v in (start, *more)))
     if (more[-1] - _vector(other)).norm() > noise:
         return None  # the order of the rows counts
-    copies = torch.arange(1.0, COPIES + 1, dtype=torch.float64)[:, None]
-    return (torch.stack(more) - start) / copies, noise
+    return (torch.stack(more) - start) / _NUMBERS, noise
 
 
 def _vector(value: Value) -> Tensor:

@@ -147,6 +147,18 @@ class Trial(NamedTuple):
             return False
 
 
+def raises(trial: Trial, splits: Sequence[Split]) -> Diagnosis | None:
+    """What a microbatch raises in the first split in which one does."""
+    for split in splits:
+        if (error := trial.outcome(split).raised) is not None:
+            sizes = ", ".join(str(len(part)) for part in split[:8])
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            says = f"cut into microbatches of {sizes} rows, it raises {what}"
+            mend = "x.view(len(x), -1)  # any number of rows, one as well; no size written down"
+            return Diagnosis("raises", says, mend)
+    return None
+
+
 def trial_of(subject: Subject) -> Trial:
     """A trial of a loss by our own accumulator, in float64."""
     trial = trial_by(accumulated, subject.in_dtype(torch.float64))
