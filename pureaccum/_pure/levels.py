@@ -65,86 +65,75 @@ def levels_of(
 
     Where it is ``seeded``, what draws random numbers draws those of its recorder.
     """
-    made = {Symbol("made", i): operation for i, operation in enumerate(operations)}
-    steps = {value: _step(value, operation, seeded) for value, operation in made.items()}
-    level = _numbered(made, steps)
-    last = max([0, *level.values()])
-    given = _given(made, steps, level, outputs, last)
-    levels: list[Level] = []
-    for here in range(last + 1):
-        gives = [v for v in given if given[v] == here]
-        pools = [v for v in made if level[v] == here + 1 and made[v].is_norm()]
-        if gives or pools:
-            at_hand = {v for v in given if given[v] < here}
-            levels.append(_level(steps, at_hand, gives, pools))
-    return levels
+    plan = _Plan(operations, outputs, seeded)
+    levels = map(plan.level_at, range(plan.last + 1))
+    return [level for level in levels if level.gives or level.pools]
 
 
-def _numbered(
-    made: Mapping[Symbol, Operation], steps: Mapping[Symbol, Instruction]
-) -> dict[Symbol, int]:
-    """The level in which each value is made."""
-    level: dict[Symbol, int] = {}
-    for value, operation in made.items():
-        reads = steps[value].reads()
-        base = max([CONSTANT, *(0 if x.kind == "input" else level.get(x, CONSTANT) for x in reads)])
-        level[value] = max(base, 0) if operation.draws else base + operation.is_norm()
-    return level
+class _Plan:
+    """In which level each value is made, and which values a level gives to later ones."""
 
+    def __init__(
+        self, operations: Sequence[Operation], outputs: Sequence[Symbol], seeded: bool
+    ) -> None:
+        made = {Symbol("made", i): operation for i, operation in enumerate(operations)}
+        self.steps = {value: _step(value, operation, seeded) for value, operation in made.items()}
+        self.level: dict[Symbol, int] = {}
+        read_in: dict[Symbol, int] = {}  # the last level that reads it
+        for value, operation in made.items():
+            reads = self.steps[value].reads()
+            levels = [0 if x.kind == "input" else self.level.get(x, CONSTANT) for x in reads]
+            base = max([CONSTANT, *levels])
+            here = max(base, 0) if operation.draws else base + operation.is_norm()
+            self.level[value] = here
+            read_in |= {x: max(here, read_in.get(x, CONSTANT)) for x in reads}
+        self.last = max([0, *self.level.values()])
+        read_in |= dict.fromkeys(outputs, self.last)
+        self.norms = [value for value, operation in made.items() if operation.is_norm()]
+        self.given = self._given(made, read_in, outputs)
 
-def _given(
-    made: Mapping[Symbol, Operation],
-    steps: Mapping[Symbol, Instruction],
-    level: Mapping[Symbol, int],
-    outputs: Sequence[Symbol],
-    end: int,
-) -> dict[Symbol, int]:
-    """The values that a level gives, and that level: to later ones, or at the end to the output."""
-    read_in: dict[Symbol, int] = {}  # the last level that reads it
-    for value in made:
-        read_in |= {x: max(level[value], read_in.get(x, CONSTANT)) for x in steps[value].reads()}
-    read_in |= dict.fromkeys(outputs, end)
-    later = [v for v in made if CONSTANT < level[v] < read_in.get(v, CONSTANT)]
-    again = _repeated({v: x for v, x in made.items() if level[v] > CONSTANT}, later)
-    handed_on = {v: level[v] for v in later if v not in again}
-    return {v: handed_on.get(v, end) for v in made if v in handed_on or v in outputs}
+    def _given(
+        self,
+        made: Mapping[Symbol, Operation],
+        read_in: dict[Symbol, int],
+        outputs: Sequence[Symbol],
+    ) -> dict[Symbol, int]:
+        """The level that gives each value which a later one reads, or the output is made of."""
+        of_batch = {v: x for v, x in made.items() if self.level[v] > CONSTANT}
+        later = [v for v in of_batch if self.level[v] < read_in.get(v, CONSTANT)]
+        again = _repeated(of_batch, later)
+        handed_on = {v: self.level[v] for v in later if v not in again}
+        return {v: handed_on.get(v, self.last) for v in made if v in handed_on or v in outputs}
 
+    def level_at(self, here: int) -> Level:
+        """The level that gives some values, and what some BatchNorm layers are given."""
+        gives = [v for v in self.given if self.given[v] == here]
+        pools = [v for v in self.norms if self.level[v] == here + 1]
+        ends = {*gives, *(self.steps[v].args[0] for v in pools)}
+        at_hand = {v for v in self.given if self.given[v] < here}
+        mine, takes, shared = self._needed(ends, at_hand)
+        return Level(
+            steps=_forgetting([self.steps[v] for v in mine], ends),
+            takes=takes or [Symbol("input", 0)],  # for how many rows there are
+            shared=shared,
+            scaled=[v for v in mine if self.steps[v].func is normalise],
+            gives=gives,
+            pools=pools,
+        )
 
-# One level --------------------------------------------------------------------------------
-
-
-def _level(
-    steps: Mapping[Symbol, Instruction],
-    at_hand: set[Symbol],
-    gives: list[Symbol],
-    pools: list[Symbol],
-) -> Level:
-    """The level that gives some values, and what some BatchNorm layers are given."""
-    ends = {*gives, *(steps[v].args[0] for v in pools)}
-    needed = _needed(steps, at_hand, ends)
-    mine = sorted(v for v in needed if v in steps and v not in at_hand)
-    takes = sorted(v for v in needed if v.kind == "input" or v in at_hand)
-    return Level(
-        steps=_forgetting([steps[v] for v in mine], ends),
-        takes=takes or [Symbol("input", 0)],  # for how many rows there are
-        shared=sorted(v for v in needed if v.kind in ("own", "captured")),
-        scaled=[v for v in mine if steps[v].func is normalise],
-        gives=gives,
-        pools=pools,
-    )
-
-
-def _needed(
-    steps: Mapping[Symbol, Instruction], at_hand: set[Symbol], ends: set[Symbol]
-) -> set[Symbol]:
-    """The values that lead to some, which are computed from those that are at hand."""
-    needed, below = set[Symbol](), [*ends]
-    while below:
-        value = below.pop()
-        if value not in needed:
-            needed.add(value)
-            below += steps[value].reads() if value in steps and value not in at_hand else ()
-    return needed
+    def _needed(self, ends: set[Symbol], at_hand: set[Symbol]) -> tuple[list[Symbol], ...]:
+        """The values that lead to some: those to compute, to take, and of the module."""
+        mine, takes, shared, below = set[Symbol](), set[Symbol](), set[Symbol](), [*ends]
+        while below:
+            value = below.pop()
+            if value.kind == "input" or value in at_hand:
+                takes.add(value)
+            elif value.kind in ("own", "captured"):
+                shared.add(value)
+            elif value in self.steps and value not in mine:
+                mine.add(value)
+                below += self.steps[value].reads()
+        return sorted(mine), sorted(takes), sorted(shared)
 
 
 def _forgetting(steps: Sequence[Instruction], ends: set[Symbol]) -> list[Instruction]:

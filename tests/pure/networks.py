@@ -49,12 +49,14 @@ class Of(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    """Keeps a list of its weights, beside the weights."""
+
+    def __init__(self, kind=nn.LSTM, width=3):
         super().__init__()
-        self.lstm = nn.LSTM(3, 3, batch_first=True)
+        self.cell = kind(3, width, batch_first=True)
 
     def forward(self, x):
-        return self.lstm(x[:, None])[0][:, 0]
+        return self.cell(x[:, None])[0][:, 0]
 
 
 class Tied(nn.Module):
@@ -118,6 +120,21 @@ def call(net, params, x):
 
 def square(net):
     return lambda params, x: (call(net, params, x) ** 2).mean()
+
+
+def squares(fn):
+    """The mean square of what a functional gives for rows."""
+    return lambda params, x: fn.apply(params, fn.buffers, x)[0].square().mean()
+
+
+def backward(loss, params, *rest):
+    """As ``torch.func.grad_and_value(loss, has_aux=True)`` does, by ``.backward()``."""
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    value, aux = loss(leaves, *rest)
+    if value.requires_grad:
+        value.backward()
+    grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
+    return grads, (value.detach(), aux)
 
 
 def switch(nets, on):

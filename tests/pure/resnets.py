@@ -4,52 +4,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.pure.networks import Of
 
-class Basic(nn.Module):
-    expansion = 1
 
-    def __init__(self, inside, width, stride):
+class Block(nn.Module):
+    """Convolutions of some sizes, the first of size 3 with a stride, each with a BatchNorm."""
+
+    def __init__(self, inside, outside, *convs):
         super().__init__()
-        self.conv1 = nn.Conv2d(inside, width, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
+        self.convs = nn.ModuleList([nn.Conv2d(*conv, bias=False) for conv in convs])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(conv[1]) for conv in convs])
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = downsample(inside, width, stride)
+        self.downsample = downsample(inside, outside, max(conv[3] for conv in convs))
 
     def forward(self, x):
-        identity = x
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        if self.downsample is not None:
-            identity = self.downsample(x)
-        out += identity
+        out = x
+        for conv, norm in zip(self.convs[:-1], self.norms[:-1], strict=True):
+            out = self.relu(norm(conv(out)))
+        out = self.norms[-1](self.convs[-1](out))
+        out += x if self.downsample is None else self.downsample(x)
         return self.relu(out)
 
 
-class Bottleneck(nn.Module):
-    expansion = 4
+def basic(inside, width, stride):
+    convs = (inside, width, 3, stride, 1), (width, width, 3, 1, 1)
+    return Block(inside, width, *convs)
 
-    def __init__(self, inside, width, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(4 * width)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = downsample(inside, 4 * width, stride)
 
-    def forward(self, x):
-        identity = x
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        if self.downsample is not None:
-            identity = self.downsample(x)
-        out += identity
-        return self.relu(out)
+def bottleneck(inside, width, stride):
+    convs = (inside, width, 1, 1), (width, width, 3, stride, 1), (width, 4 * width, 1, 1)
+    return Block(inside, 4 * width, *convs)
 
 
 def downsample(inside, outside, stride):
@@ -62,47 +46,34 @@ class ResNet(nn.Module):
     def __init__(self, block, layers, width, classes=10):
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
+        self.bn1, self.relu = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, padding=1)
-        inside, groups = width, []
+        inside, blocks = width, []
         for i, count in enumerate(layers):
-            out = width * 2**i
-            blocks = []
             for j in range(count):
-                blocks.append(block(inside, out, 2 if i and not j else 1))
-                inside = out * block.expansion
-            groups.append(nn.Sequential(*blocks))
-        self.layer1, self.layer2, self.layer3, self.layer4 = groups
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
+                blocks.append(block(inside, width * 2**i, 2 if i and not j else 1))
+                inside = blocks[-1].convs[-1].out_channels
+        self.blocks, self.avgpool = nn.Sequential(*blocks), nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(inside, classes)
 
     def forward(self, x):
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        x = self.blocks(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
 def resnet18(width):
-    return ResNet(Basic, [2, 2, 2, 2], width)
+    return ResNet(basic, [2, 2, 2, 2], width)
 
 
 def resnet101(width):
-    return ResNet(Bottleneck, [3, 4, 23, 3], width)
+    return ResNet(bottleneck, [3, 4, 23, 3], width)
 
 
 # Other ways to put a network together ---------------------------------------------------------
 
 
-class Dense(nn.Module):
+def dense(width=3, layers=3):
     """DenseNet: each layer normalises all that came before it, side by side."""
-
-    def __init__(self, width=3, layers=3):
-        super().__init__()
-        self.norms = nn.ModuleList([nn.BatchNorm2d(width * i) for i in range(1, layers + 1)])
-        self.convs = nn.ModuleList(
-            [nn.Conv2d(width * i, width, 3, padding=1, bias=False) for i in range(1, layers + 1)]
-        )
 
     def forward(self, x):
         features = [x]
@@ -110,15 +81,14 @@ class Dense(nn.Module):
             features.append(conv(F.relu_(norm(torch.cat(features, 1)))))
         return torch.cat(features, 1).mean((2, 3))
 
+    widths = [width * i for i in range(1, layers + 1)]
+    convs = [nn.Conv2d(wide, width, 3, padding=1, bias=False) for wide in widths]
+    norms = nn.ModuleList([nn.BatchNorm2d(wide) for wide in widths])
+    return Of(forward, norms=norms, convs=nn.ModuleList(convs))
 
-class UNet(nn.Module):
+
+def unet(width=3):
     """Down, up to the size that it had, and the skip beside it."""
-
-    def __init__(self, width=3):
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width))
-        self.deep = nn.Sequential(nn.Conv2d(width, width, 3, 2), nn.BatchNorm2d(width), nn.GELU())
-        self.up = nn.Sequential(nn.Conv2d(2 * width, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1))
 
     def forward(self, x):
         size = x.shape[-2:]  # a size that goes through all levels
@@ -126,53 +96,40 @@ class UNet(nn.Module):
         deep = F.interpolate(self.deep(skip), size=size)
         return self.up(torch.cat([skip, deep], 1)).flatten(1)
 
+    return Of(
+        forward,
+        down=nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width)),
+        deep=nn.Sequential(nn.Conv2d(width, width, 3, 2), nn.BatchNorm2d(width), nn.GELU()),
+        up=nn.Sequential(nn.Conv2d(2 * width, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1)),
+    )
 
-class InvertedResidual(nn.Module):
+
+def inverted_residual(width=3, expand=2):
     """MobileNet: wide inside, depthwise, and linear at the end; hard swish in place."""
-
-    def __init__(self, width=3, expand=2):
-        super().__init__()
-        wide = width * expand
-        self.conv = nn.Sequential(
-            nn.Conv2d(width, wide, 1, bias=False),
-            nn.BatchNorm2d(wide),
-            nn.ReLU6(inplace=True),
-            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
-            nn.BatchNorm2d(wide),
-            nn.Hardswish(inplace=True),
-            nn.Conv2d(wide, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
-
-    def forward(self, x):
-        return (x + self.conv(x)).mean((2, 3))
+    wide = width * expand
+    conv = nn.Sequential(
+        *(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6(inplace=True)),
+        nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
+        *(nn.BatchNorm2d(wide), nn.Hardswish(inplace=True)),
+        *(nn.Conv2d(wide, width, 1, bias=False), nn.BatchNorm2d(width)),
+    )
+    return Of(lambda self, x: (x + self.conv(x)).mean((2, 3)), conv=conv)
 
 
-class TwoInputs(nn.Module):
+def two_inputs():
     """One by position and one by name, needed only at the end; a flag, and a tree or None."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3))
-        self.norm = nn.BatchNorm1d(3)
-        self.right = nn.Linear(2, 3)
 
     def forward(self, x, *, side, twice=False, skip=None):
         x = self.norm(self.left(x)) * torch.sigmoid(self.right(side))
-        if twice:
-            x = self.norm(x)
-        if skip is not None:
-            x = x + skip["a"][:, 1:] * skip["b"][0][:, :3]
-        return x
+        x = self.norm(x) if twice else x
+        return x if skip is None else x + skip["a"][:, 1:] * skip["b"][0][:, :3]
+
+    left = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3))
+    return Of(forward, left=left, norm=nn.BatchNorm1d(3), right=nn.Linear(2, 3))
 
 
-class Several(nn.Module):
+def several():
     """The output is a tree, with parts of all levels, the input and None among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
-        self.second, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4)
 
     def forward(self, x):
         early = self.first(x).exp()
@@ -180,13 +137,12 @@ class Several(nn.Module):
         deep = self.last(middle)
         return {"deep": (deep, [middle, deep]), "early": early, "input": x, "nothing": None}
 
+    first = {"first": nn.Linear(4, 3), "norm": nn.BatchNorm1d(3)}
+    return Of(forward, **first, second=nn.Linear(3, 4), last=nn.BatchNorm1d(4))
 
-class Reshaping(nn.Module):
+
+def reshaping():
     """The number of rows is read before the first BatchNorm and used behind the last."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList([nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(36)])
 
     def forward(self, x):
         rows, channels = x.shape[0], x.size(1)
@@ -194,6 +150,9 @@ class Reshaping(nn.Module):
         flat = x.reshape(rows, channels, -1).chunk(2, 2)
         y = torch.cat([self.norms[1](flat[0]), flat[1]], 2)
         return self.norms[2](y.transpose(1, 2).reshape(rows, 36, channels)).view(rows, -1)
+
+    norms = nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(36)
+    return Of(forward, norms=nn.ModuleList(norms))
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
@@ -237,25 +196,15 @@ class Clipped(nn.BatchNorm2d):
         return super().forward(input).clamp(-1, 1)
 
 
-class Timm(nn.Module):
+def timm():
     """Subclasses of BatchNorm with forwards of their own, one of them frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 4, 3, bias=False),
-            BatchNormAct2d(4),
-            nn.Conv2d(4, 4, 1),
-            BatchNormAct2d(4, momentum=None),
-            nn.Conv2d(4, 4, 1),
-            BatchNormAct2d(4, track_running_stats=False),
-            BatchNormAct2d(4).eval(),
-            nn.Conv2d(4, 2, 1),
-            Clipped(2, affine=False),
-        )
-
-    def forward(self, x):
-        return self.body(x).mean((2, 3))
+    body = nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, bias=False), BatchNormAct2d(4)),
+        *(nn.Conv2d(4, 4, 1), BatchNormAct2d(4, momentum=None)),
+        *(nn.Conv2d(4, 4, 1), BatchNormAct2d(4, track_running_stats=False)),
+        *(BatchNormAct2d(4).eval(), nn.Conv2d(4, 2, 1), Clipped(2, affine=False)),
+    )
+    return Of(lambda self, x: self.body(x).mean((2, 3)), body=body)
 
 
 class StandardisedConv2d(nn.Conv2d):
@@ -268,39 +217,26 @@ class StandardisedConv2d(nn.Conv2d):
         return F.conv2d(input, weight, self.bias, self.stride, self.padding)
 
 
-class Standardised(nn.Module):
+def standardised():
     """Standardised weights, beside a BatchNorm and under a parametrization of its weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(
-            StandardisedConv2d(3, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            StandardisedConv2d(4, 2, 3),
-            nn.GroupNorm(1, 2),
-        )
-        nn.utils.parametrize.register_parametrization(self.body[1], "weight", nn.Softplus())
-        nn.init.normal_(self.body[1].bias)
-
-    def forward(self, x):
-        return self.body(x).mean((2, 3))
+    first, last = StandardisedConv2d(3, 4, 3), StandardisedConv2d(4, 2, 3)
+    body = nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), last, nn.GroupNorm(1, 2))
+    nn.utils.parametrize.register_parametrization(body[1], "weight", nn.Softplus())
+    nn.init.normal_(body[1].bias)
+    return Of(lambda self, x: self.body(x).mean((2, 3)), body=body)
 
 
-class OwnFunction(nn.Module):
+def own_function():
     """A batch norm that is called as a function, with running statistics and without."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.scale = nn.Parameter(torch.linspace(0.5, 2, 4))
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("var", torch.ones(4))
 
     def forward(self, x):
         x = F.batch_norm(self.conv(x), self.mean, self.var, self.scale, training=True, momentum=0.3)
         x = F.batch_norm(x.sin(), None, None, None, self.scale.exp(), True, eps=1e-2)
         return x.mean((2, 3))
+
+    scale = nn.Parameter(torch.linspace(0.5, 2, 4))
+    statistics = {"mean": nn.Buffer(torch.zeros(4)), "var": nn.Buffer(torch.ones(4))}
+    return Of(forward, conv=nn.Conv2d(3, 4, 3), scale=scale, **statistics)
 
 
 class Shared(nn.Module):
@@ -323,13 +259,8 @@ class Shared(nn.Module):
         return self.again(x)
 
 
-class InPlace(nn.Module):
+def in_place():
     """Writes to the input, and to what is read before it in the program and after it in levels."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-        self.linear, self.act = nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True)
 
     def forward(self, x):
         x.mul_(2)
@@ -342,22 +273,24 @@ class InPlace(nn.Module):
         early += y
         return self.c(early) * before
 
+    norms = {name: nn.BatchNorm1d(4) for name in "abc"}
+    return Of(forward, **norms, linear=nn.Linear(4, 4), act=nn.LeakyReLU(0.1, inplace=True))
 
-class Parallel(nn.Module):
+
+def parallel():
     """Branches of different depth, one of them nobody uses, and a frozen one."""
 
-    def __init__(self):
-        super().__init__()
-        self.short = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-        self.long = nn.Sequential(*self.layers(4), *self.layers(3), *self.layers(3))
-        self.unused = nn.Sequential(
-            *self.layers(4), *self.layers(3), *self.layers(3), nn.BatchNorm1d(3)
-        )
-        self.frozen = nn.BatchNorm1d(3).eval()
-
-    def layers(self, inside):
+    def layers(inside):
         return [nn.Linear(inside, 3), nn.BatchNorm1d(3), nn.Softplus()]
 
     def forward(self, x):
         self.unused(x)
         return self.frozen(self.short(x)) * self.long(x)
+
+    return Of(
+        forward,
+        short=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)),
+        long=nn.Sequential(*layers(4), *layers(3), *layers(3)),
+        unused=nn.Sequential(*layers(4), *layers(3), *layers(3), nn.BatchNorm1d(3)),
+        frozen=nn.BatchNorm1d(3).eval(),
+    )

@@ -10,6 +10,7 @@ from torch import nn
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.exactly import copied
+from tests.pure.networks import Of, squares
 from tests.refusals import refused
 
 
@@ -17,16 +18,11 @@ pytestmark = [pytest.mark.purity, pytest.mark.promise("frozen")]
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
 
-class Lora(nn.Module):
+def lora():
     """A frozen layer and what is learned beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(4, 3).requires_grad_(False)
-        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+    base, down = nn.Linear(4, 3).requires_grad_(False), nn.Linear(4, 2, bias=False)
+    up = nn.Linear(2, 3, bias=False)
+    return Of(lambda self, x: self.base(x) + self.up(self.down(x)), base=base, down=down, up=up)
 
 
 def transfer():
@@ -45,7 +41,7 @@ def bias_only():
 
 NETS = {
     "transfer": transfer,
-    "lora": Lora,
+    "lora": lora,
     "biases": bias_only,
     "nothing frozen": lambda: nn.Linear(4, 3),
 }
@@ -100,7 +96,7 @@ def test_params_and_frozen_are_all_parameters_and_detached(make):
 
 
 def test_frozen_parameters_that_are_given_are_taken():
-    net = Lora()
+    net = lora()
     fn = pa.functional(net)
     for none in ((), {}):
         assert torch.equal(fn.apply(none, (), X)[0], net(X))
@@ -116,12 +112,10 @@ def test_frozen_parameters_that_are_given_are_taken():
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_a_policy_casts_what_is_frozen_too(dtype, engine):
     """LoRA in bf16: as a module that is cast as a whole, with float32 masters."""
-    net = Lora()
+    net = lora()
     fn, cast = pa.functional(net), deepcopy(net).to(dtype)
 
-    def loss(p, x):
-        return fn.apply(p, (), x)[0].square().mean()
-
+    loss = squares(fn)
     step = pa.make_step(loss, pa.sgd(1.0), policy=pa.Policy(compute=dtype), engine=engine)
     state, info = step(step.init(fn.params), X)
     value = cast(X.to(dtype)).square().mean()
@@ -153,7 +147,7 @@ def test_a_teacher_may_be_frozen_as_a_whole():
 
 
 def test_members_that_are_frozen_apart_are_not_taken_for_one_another():
-    members = [pa.functional(Lora()) for _ in range(3)]
+    members = [pa.functional(lora()) for _ in range(3)]
     apply = members[0].apply
     params = pa.stack([fn.params for fn in members])
 
@@ -171,7 +165,7 @@ def test_members_that_are_frozen_apart_are_not_taken_for_one_another():
 
 def test_an_ensemble_may_be_frozen_apart():
     """Their frozen parts ride along as rows do not: by an argument of the loss."""
-    members = [pa.functional(Lora()) for _ in range(2)]
+    members = [pa.functional(lora()) for _ in range(2)]
     step = pa.make_step(loss_of(members[0]), pa.sgd(0.1), microbatch_size=4)
     stacked = pa.stack([step.init(fn.params) for fn in members])
     with refused(ValueError, "members of an ensemble may differ in it"):
@@ -180,11 +174,9 @@ def test_an_ensemble_may_be_frozen_apart():
 
 def test_samples_are_not_taken_for_members():
     """Under a vmap over rows alone nobody has to say anything."""
-    fn = pa.functional(Lora())
+    fn = pa.functional(lora())
 
-    def loss(p, x):
-        return fn.apply(p, (), x)[0].square().mean()
-
+    loss = squares(fn)
     each = pa.per_sample_grad(loss)(fn.params, X)
     mean = torch.func.grad(loss)(fn.params, X)
     for name, x in each.items():
@@ -192,7 +184,7 @@ def test_samples_are_not_taken_for_members():
 
 
 def test_a_run_is_saved_and_resumed_without_what_is_frozen(tmp_path):
-    net = Lora()
+    net = lora()
     fn = pa.functional(net)
     step = pa.make_step(loss_of(fn), pa.adamw(0.1), microbatch_size=4)
     state, _ = step(step.init(fn.params), (X, Y))
@@ -222,7 +214,7 @@ def test_a_whole_batch_in_microbatches_leaves_frozen_layers_alone():
 
 
 def test_what_is_frozen_or_thawed_later_is_noticed():
-    net = Lora()
+    net = lora()
     fn = pa.functional(net)
     net.down.requires_grad_(False)
     words = "down.weight was trained when functional(module) was called, and is frozen now"
@@ -240,8 +232,8 @@ CHANGES = {
         lambda net: setattr(net.up, "weight", nn.Parameter(torch.ones(3, 2))),
         "module.up (Linear)",
     ),
-    "another module": (lambda net: setattr(net, "up", nn.Linear(2, 3)), "module (Lora)"),
-    "one more module": (lambda net: setattr(net, "more", nn.Linear(2, 3)), "module (Lora)"),
+    "another module": (lambda net: setattr(net, "up", nn.Linear(2, 3)), "module (Of)"),
+    "one more module": (lambda net: setattr(net, "more", nn.Linear(2, 3)), "module (Of)"),
     "one less parameter": (lambda net: net.base.register_parameter("bias", None), "module.base"),
     "assigned weights": (
         lambda net: net.load_state_dict(copied(net.state_dict()), assign=True),
@@ -252,7 +244,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "where"), CHANGES.values(), ids=CHANGES)
 def test_a_module_that_was_changed_since_is_noticed(change, where):
-    net = Lora()
+    net = lora()
     fn = pa.functional(net)
     fn.apply(fn.params, (), X)
     change(net)
@@ -262,7 +254,7 @@ def test_a_module_that_was_changed_since_is_noticed(change, where):
 
 def test_hooks_on_parameters_are_refused():
     """Nobody would call them: a masked gradient would not be masked."""
-    net = Lora()
+    net = lora()
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         handle = getattr(net.up.weight, register)(lambda g: None)
         with refused(ValueError, "up.weight has a hook on its gradient", "gradient map"):

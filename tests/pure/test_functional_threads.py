@@ -25,8 +25,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.calls import BoomError
 from tests.draws import generator
+from tests.problems import together
 from tests.pure.collating import Embedding
-from tests.pure.networks import Checkpointed, Tied
+from tests.pure.networks import Checkpointed, Of, Recurrent, Tied, squares
 from tests.pure.test_functional_purity import Twice
 
 
@@ -55,18 +56,6 @@ def _pause(*_):
         time.sleep(1e-4)
 
 
-def at_once(jobs):
-    """What each job gave, round by round, all of them running at the same time."""
-    together = Barrier(len(jobs))
-
-    def repeat(job):
-        together.wait()
-        return [job() for _ in range(ROUNDS)]
-
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return list(pool.map(repeat, jobs))
-
-
 # Modules ------------------------------------------------------------------------------------
 
 
@@ -85,26 +74,9 @@ class Reassigning(nn.Module):
         return x @ self.weight + self.mean * self.seen
 
 
-class Recurrent(nn.Module):
-    """Keeps a list of its weights, beside the weights."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.cell = kind(3, 4, batch_first=True)
-
-    def forward(self, x):
-        return self.cell(x[:, None])[0][:, 0]
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(3, 4)
-
-    def forward(self, x):
-        tokens = self.head(x)[None]
-        return self.attend(tokens, tokens, tokens)[0][0]
+def attention(self, x):
+    tokens = self.head(x)[None]
+    return self.attend(tokens, tokens, tokens)[0][0]
 
 
 class Bound(nn.Module):
@@ -182,9 +154,13 @@ CASES = {
     ),
     "batch norm, eval": Case(lambda: nn.Sequential(nn.BatchNorm1d(3), _mlp()), train=False),
     "reassigned": Case(lambda: nn.Sequential(Reassigning(), nn.Tanh(), Reassigning())),
-    "lstm": Case(lambda: Recurrent(nn.LSTM)),
-    "gru": Case(lambda: Recurrent(nn.GRU)),
-    "attention": Case(Attention),
+    "lstm": Case(lambda: Recurrent(nn.LSTM, 4)),
+    "gru": Case(lambda: Recurrent(nn.GRU, 4)),
+    "attention": Case(
+        lambda: Of(
+            attention, attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(3, 4)
+        )
+    ),
     "encoder": Case(encoder),
     "encoder, eval": Case(encoder, train=False),
     "hooks": Case(hooked),
@@ -245,10 +221,13 @@ def jobs_of(fn, calls, seed=0):
     return [job_of(fn, call, seed + 10 * i) for i, call in enumerate(islice(cycle(calls), THREADS))]
 
 
-def assert_each_alone(jobs, wanted):
-    """Together the jobs give the bits that each of them gave alone."""
-    for came, want in zip(at_once(jobs), wanted, strict=True):
-        for each in came:
+def assert_each_alone(jobs, *held, wanted=None):
+    """Together, again and again, jobs give the bits that each gave alone; nothing else changes."""
+    wanted = [job() for job in jobs] if wanted is None else wanted
+    with unchanged(*held):
+        came = together(*[lambda job=job: [job() for _ in range(ROUNDS)] for job in jobs])
+    for some, want in zip(came, wanted, strict=True):
+        for each in some:
             assert_trees_bitwise_equal(each, want)
 
 
@@ -267,46 +246,30 @@ def by_itself(module):
 def test_threads_that_call_one_functional_get_what_each_gets_alone(name):
     case = CASES[name]
     module = case.make().train(case.train)
-    jobs = jobs_of(pa.functional(module), case.calls)
-    wanted, own = [job() for job in jobs], by_itself(module)
-    with unchanged(module):
-        assert_each_alone(jobs, wanted)
+    own = by_itself(module)
+    assert_each_alone(jobs_of(pa.functional(module), case.calls), module)
     assert torch.equal(by_itself(module), own)
 
 
-def test_threads_may_call_functionals_that_share_a_layer():
+def sharing_a_layer():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
     nets = [module, module, module[0], nn.Sequential(module[0], module[0])]
-    jobs = [
-        job_of(pa.functional(net), call, 10 * i)
-        for i, (net, call) in enumerate(zip(nets, cycle(["func", "plain", "autograd"])))
-    ]
-    wanted = [job() for job in jobs]
-    with unchanged(nets):
-        assert_each_alone(jobs, wanted)
+    calls = enumerate(zip(nets, cycle(["func", "plain", "autograd"])))
+    return nets, [job_of(pa.functional(net), call, 10 * i) for i, (net, call) in calls]
 
 
-def test_the_module_itself_may_be_called_meanwhile():
+def beside_the_module():
     """It goes on with its own parameters, as a teacher of which students are copies does."""
     module = _mlp()
-    jobs = [*jobs_of(pa.functional(module), CALLS), Plainly(module)]
-    wanted = [job() for job in jobs]
-    with unchanged(module):
-        assert_each_alone(jobs, wanted)
+
+    def plainly():
+        out = module(rows(3))
+        return out.detach(), torch.autograd.grad(out.sum(), list(module.parameters()))
+
+    return module, [*jobs_of(pa.functional(module), CALLS), plainly]
 
 
-class Plainly:
-    """The module, called as modules are, and its gradient."""
-
-    def __init__(self, module):
-        self.module = module
-
-    def __call__(self):
-        out = self.module(rows(3))
-        return out.detach(), torch.autograd.grad(out.sum(), list(self.module.parameters()))
-
-
-def test_a_call_that_fails_in_one_thread_fails_there_alone():
+def beside_a_failure():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
     def explode(_, given, out):
@@ -320,30 +283,39 @@ def test_a_call_that_fails_in_one_thread_fails_there_alone():
         with pytest.raises(BoomError):
             fn.apply(*others(fn, 99), rows(0, count=1))
 
-    jobs = [*jobs_of(fn, CALLS), fail]
-    wanted = [job() for job in jobs]
-    with unchanged(module):
-        assert_each_alone(jobs, wanted)
+    return module, [*jobs_of(fn, CALLS), fail]
 
 
-class Asking(nn.Module):
+def in_two_steps(*engines):
+    module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    fn = pa.functional(module)
+    return module, [training(fn, engine, 10 * i) for i, engine in enumerate(engines)]
+
+
+TOGETHER = {
+    "functionals that share a layer": sharing_a_layer,
+    "the module itself": beside_the_module,
+    "a call that fails": beside_a_failure,
+    "two steps, func": lambda: in_two_steps("func", "func"),
+    "two steps, func and autograd": lambda: in_two_steps("func", "autograd"),
+    "two steps, autograd": lambda: in_two_steps("autograd", "autograd"),
+}
+
+
+@pytest.mark.parametrize("make", TOGETHER.values(), ids=TOGETHER)
+def test_what_shares_a_module_does_what_each_does_alone(make):
+    held, jobs = make()
+    assert_each_alone(jobs, held)
+
+
+def asking(self, x, teacher=None):
     """Asks a teacher, which is itself with other parameters, between two uses of its layer."""
-
-    ask: Callable[..., Any]
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x, teacher=None):
-        out = torch.tanh(self.layer(x))
-        if teacher is not None:
-            out = out - self.ask(teacher, (), x)[0]
-        return self.layer(out)
+    out = torch.tanh(self.layer(x))
+    return self.layer(out if teacher is None else out - self.ask(teacher, (), x)[0])
 
 
 def test_a_functional_may_be_called_inside_its_own_call():
-    module = Asking()
+    module = Of(asking, layer=nn.Linear(3, 3))
     fn = pa.functional(module)
     module.ask = fn.apply
 
@@ -358,30 +330,23 @@ def test_a_functional_may_be_called_inside_its_own_call():
         asked = linear(torch.tanh(linear(x, *second)), *second)
         return linear(torch.tanh(linear(x, *first)) - asked, *first)
 
-    with unchanged(module):
-        assert_each_alone([ask(i) for i in range(THREADS)], [by_hand(i) for i in range(THREADS)])
+    wanted = [by_hand(i) for i in range(THREADS)]
+    assert_each_alone([ask(i) for i in range(THREADS)], module, wanted=wanted)
 
 
-class Calls(nn.Module):
-    """Counts, in a plain attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.calls = nn.Linear(3, 2), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.layer(x)
+def counting(self, x):
+    self.calls += 1
+    return self.layer(x)
 
 
 def test_a_count_in_a_plain_attribute_goes_up():
     """Threads may lose some of it, as with any module."""
-    module = Calls()
+    module = Of(counting, layer=nn.Linear(3, 2), calls=0)
     jobs = jobs_of(pa.functional(module), ["plain", "autograd"])
     wanted = [job() for job in jobs]
     once = module.calls
     assert once > 0
-    assert_each_alone(jobs, wanted)
+    assert_each_alone(jobs, wanted=wanted)
     assert module.calls > once
 
 
@@ -415,7 +380,7 @@ CUT = {"microbatch_size": 2, "check": False}
 
 def donated_step(fn):
     """By sgd, since adamw of torch itself asks whether something compiles."""
-    step = pa.make_step(loss_of(fn), pa.sgd(0.1, 0.9), donate=True, **CUT)
+    step = pa.make_step(squares(fn), pa.sgd(0.1, 0.9), donate=True, **CUT)
     state = step.init(fn.params)
     new, _ = step(state, rows(1))
     try:
@@ -423,10 +388,6 @@ def donated_step(fn):
     except RuntimeError:
         return new, True
     return new, False
-
-
-def loss_of(fn):
-    return lambda params, x: fn.apply(params, fn.buffers, x)[0].square().mean()
 
 
 def saved(fn):
@@ -439,8 +400,8 @@ MEANWHILE = {
     "apply": lambda fn: fn.apply(*others(fn, 1), rows(1)),
     "func": lambda fn: job_of(fn, "func", 1)(),
     "autograd": lambda fn: job_of(fn, "autograd", 1)(),
-    "auto": lambda fn: pa.grad(loss_of(fn), microbatch_size="auto")(fn.params, rows(1)),
-    "raise": lambda fn: pa.grad(loss_of(fn), nonfinite="raise", **CUT)(fn.params, rows(1)),
+    "auto": lambda fn: pa.grad(squares(fn), microbatch_size="auto")(fn.params, rows(1)),
+    "raise": lambda fn: pa.grad(squares(fn), nonfinite="raise", **CUT)(fn.params, rows(1)),
     "donated step": donated_step,
     "save": saved,
 }
@@ -459,16 +420,16 @@ def test_what_another_thread_compiles_is_not_taken_for_what_runs_here(name):
 # What is changed between calls ---------------------------------------------------------------
 
 
-class Scaled(nn.Module):
+def scaled():
     """All that a forward pass may depend on beside what is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
-        self.scale, self.table = 1.0, [torch.ones(3)]
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)) * self.scale * self.table[0])
+    return Of(
+        lambda self, x: self.last(self.norm(self.first(x)) * self.scale * self.table[0]),
+        first=nn.Linear(3, 3),
+        norm=nn.BatchNorm1d(3),
+        last=nn.Linear(3, 2),
+        scale=1.0,
+        table=[torch.ones(3)],
+    )
 
 
 def _doubled(_, __, out):
@@ -495,16 +456,16 @@ CHANGES = {
 
 def test_what_is_changed_in_the_module_between_calls_is_followed_by_all_threads():
     """Each thread has called the functional before every change."""
-    module, apart = Scaled(), Scaled()
+    module, apart = scaled(), scaled()
     apart.load_state_dict(module.state_dict())
     fn = pa.functional(module)
     given = [others(fn, 10 * i) for i in range(THREADS)]
     for params, _ in given:
         del params["last.weight"], params["last.bias"]
-    together = Barrier(THREADS)
+    all_here = Barrier(THREADS)
 
     def call(index):
-        together.wait()  # so that each thread has one
+        all_here.wait()  # so that each thread has one
         return fn.apply(*given[index], rows(index))
 
     def want(index):
@@ -523,10 +484,7 @@ def test_what_is_changed_in_the_module_between_calls_is_followed_by_all_threads(
 
 
 def training(fn, engine, seed):
-    def loss(params, x):
-        return fn.apply(params, fn.buffers, x)[0].square().mean()
-
-    step = pa.make_step(loss, pa.adamw(1e-2), engine=engine, **CUT)
+    step = pa.make_step(squares(fn), pa.adamw(1e-2), engine=engine, **CUT)
 
     def train():
         state = step.init(others(fn, seed)[0])
@@ -535,16 +493,6 @@ def training(fn, engine, seed):
         return state
 
     return train
-
-
-@pytest.mark.parametrize("engines", [("func", "func"), ("func", "autograd"), ("autograd",) * 2])
-def test_two_steps_over_one_functional_train_as_one_after_the_other(engines):
-    module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    fn = pa.functional(module)
-    jobs = [training(fn, engine, 10 * i) for i, engine in enumerate(engines)]
-    wanted = [job() for job in jobs]
-    with unchanged(module):
-        assert_each_alone(jobs, wanted)
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
@@ -584,7 +532,7 @@ def test_workers_of_a_loader_may_call_a_functional(context):
     """The forked ones begin while a thread of their parent is in the middle of a call."""
     if context not in multiprocessing.get_all_start_methods():
         pytest.skip(f"this system cannot {context}")
-    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), Recurrent(nn.GRU)).eval()
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), Recurrent(nn.GRU, 4)).eval()
     fn, batch, done = pa.functional(module), rows(0), Event()
     alone = Embedding(module, fn)
     wanted = [alone(list(part))[1] for part in batch.split(3)]

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 from pureaccum._pure.shell import places_of, take_shell
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.pure.networks import squares
 from tests.refusals import saying
 
 
@@ -183,9 +184,7 @@ def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way):
     fn = pa.functional(net)
     params = {k: (x + 1).requires_grad_() for k, x in fn.params.items()}
 
-    def loss(params, x):
-        return fn.apply(params, (), x)[0].square().mean()
-
+    loss = squares(fn)
     want = torch.autograd.grad(loss(params, X), [*params.values()])
     once_more = checkpoint(loss, params, X, use_reentrant=False)  # around a call, not in it
     got = torch.autograd.grad(once_more, [*params.values()])

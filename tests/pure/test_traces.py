@@ -11,6 +11,7 @@ import linecache
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial, reduce
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from tests.draws import generator
+from tests.pure.networks import backward
 
 
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("coupled")]
@@ -53,28 +55,19 @@ def gradient(fn, x, way):
         leaves = out if isinstance(out, (tuple, list)) else [out]
         return sum(y.sin().sum(1).mean() for y in leaves), buffers
 
-    if way == "backward":
-        leaves = {k: p.clone().requires_grad_() for k, p in fn.params.items()}
-        value, buffers = loss(leaves, x)
-        if value.requires_grad:
-            value.backward()
-        grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
-        return grads, value.detach(), buffers
-    grads, (value, buffers) = torch.func.grad_and_value(loss, has_aux=True)(fn.params, x)
+    of = torch.func.grad_and_value(loss, has_aux=True)
+    of = partial(backward, loss) if way == "backward" else of
+    grads, (value, buffers) = of(fn.params, x)
     return grads, value, buffers
-
-
-def near(got, want):
-    for mine, its in zip(got, want, strict=True):
-        pairs = [(mine[k], its[k]) for k in its] if isinstance(its, dict) else [(mine, its)]
-        size = sum(float(b.double().norm()) ** 2 for _, b in pairs) ** 0.5
-        off = sum(float((a.double() - b.double()).norm()) ** 2 for a, b in pairs) ** 0.5
-        assert off <= PROMISED * (1 + size)
 
 
 def compare(cut, plain, way):
     want = gradient(plain, X, way)
-    near(gradient(cut, X, way), want)
+    for mine, its in zip(gradient(cut, X, way), want, strict=True):
+        pairs = [(mine[k], its[k]) for k in its] if isinstance(its, dict) else [(mine, its)]
+        size = sum(float(b.double().norm()) ** 2 for _, b in pairs) ** 0.5
+        off = sum(float((a.double() - b.double()).norm()) ** 2 for a, b in pairs) ** 0.5
+        assert off <= PROMISED * (1 + size)
 
 
 # What forward reads, and how it changes --------------------------------------------------------
@@ -86,11 +79,10 @@ LOCAL = threading.local()
 
 
 def attribute(name, *values):
+    *owners, last = name.split(".")
+
     def changes(net):
-        owner, _, last = name.rpartition(".")
-        at = net
-        for part in filter(None, owner.split(".")):
-            at = getattr(at, part)
+        at = reduce(getattr, owners, net)
         return [lambda value=value: setattr(at, last, value) for value in values]
 
     return changes
@@ -123,7 +115,7 @@ def closure():
 
 def detached_in_a_branch(self, x):
     stopped = x.detach()
-    return self.out(stopped if self.cfg.stop else x) + x.sin()
+    return self.out(stopped if self.cfg.on else x) + x.sin()
 
 
 class Doubled(nn.Module):
@@ -135,139 +127,122 @@ class Doubled(nn.Module):
 
 CLOSURE = closure()
 CFG = SimpleNamespace
+
+
+on = partial(attribute, "cfg.on")
+
+
+def program(forward, changes, **attributes):
+    return forward, attributes, changes
+
+
+def calls(*changes):
+    return lambda net: [lambda change=change: change(net) for change in changes]
+
+
+def itself(self, x):
+    return x
+
+
 PROGRAMS = {
-    # name: (forward, attributes, changes)
-    "attribute": (lambda self, x: x * self.t, {"t": 1.0}, attribute("t", 0.5, 0.25, 3.0)),
-    "int attribute": (lambda self, x: x**self.n, {"n": 2}, attribute("n", 3, 4)),
-    "attribute in arithmetic": (
-        lambda self, x: x * (1 - self.t / 2) ** 2 + -self.t,
-        {"t": 1.0},
-        attribute("t", 0.5, 0.25),
+    "attribute": program(lambda self, x: x * self.t, attribute("t", 0.5, 0.25, 3.0), t=1.0),
+    "int attribute": program(lambda self, x: x**self.n, attribute("n", 3, 4), n=2),
+    "attribute in arithmetic": program(
+        lambda self, x: x * (1 - self.t / 2) ** 2 + -self.t, attribute("t", 0.5, 0.25), t=1.0
     ),
-    "attribute that decides": (
-        branch(lambda self, x: self.t > 0.4),
-        {"t": 1.0},
-        attribute("t", 0.5, 0.25, 0.7),
+    "attribute that decides": program(
+        branch(lambda self, x: self.t > 0.4), attribute("t", 0.5, 0.25, 0.7), t=1.0
     ),
-    "attribute through math": (
-        lambda self, x: x * float(torch.tensor(self.t).sqrt()),
-        {"t": 1.0},
-        attribute("t", 4.0),
+    "attribute through math": program(
+        lambda self, x: x * float(torch.tensor(self.t).sqrt()), attribute("t", 4.0), t=1.0
     ),
-    "a number, then an int": (lambda self, x: x / self.t, {"t": 2.0}, attribute("t", 3, 4.0)),
-    "bool attribute": (
-        branch(lambda self, x: self.twice),
-        {"twice": False},
-        attribute("twice", True, False),
+    "a number, then an int": program(lambda self, x: x / self.t, attribute("t", 3, 4.0), t=2.0),
+    "bool attribute": program(
+        branch(lambda self, x: self.twice), attribute("twice", True, False), twice=False
     ),
-    "eps": (lambda self, x: x, {}, attribute("bn.eps", 1e-2, 0.3)),
-    "momentum": (lambda self, x: x, {}, attribute("bn.momentum", 0.5, None, 0.2)),
-    "training": (lambda self, x: x, {}, attribute("bn.training", False, True)),
-    "tracking": (lambda self, x: x, {}, attribute("bn.track_running_stats", False, True)),
-    "config": (lambda self, x: x * self.cfg.t, {"cfg": CFG(t=1.0)}, attribute("cfg.t", 2.0, 5.0)),
-    "deep config": (
-        lambda self, x: x * self.cfg.a.b,
-        {"cfg": CFG(a=CFG(b=1.0))},
-        attribute("cfg.a.b", 2.0),
+    "eps": program(itself, attribute("bn.eps", 1e-2, 0.3)),
+    "momentum": program(itself, attribute("bn.momentum", 0.5, None, 0.2)),
+    "training": program(itself, attribute("bn.training", False, True)),
+    "tracking": program(itself, attribute("bn.track_running_stats", False, True)),
+    "config": program(lambda self, x: x * self.cfg.on, on(2.0, 5.0), cfg=CFG(on=1.0)),
+    "deep config": program(
+        lambda self, x: x * self.cfg.a.b, attribute("cfg.a.b", 2.0), cfg=CFG(a=CFG(b=1.0))
     ),
-    "config that decides": (
-        branch(lambda self, x: self.cfg.twice),
-        {"cfg": CFG(twice=False)},
-        attribute("cfg.twice", True, False),
+    "config that decides": program(
+        branch(lambda self, x: self.cfg.on), on(True, False), cfg=CFG(on=False)
     ),
-    "list": (
-        lambda self, x: x * self.scales[0],
-        {"scales": [1.0]},
-        item(lambda net: net.scales, 0, 2.0, 3.0),
+    "list": program(
+        lambda self, x: x * self.scales[0], item(lambda net: net.scales, 0, 2.0, 3.0), scales=[1.0]
     ),
-    "dict": (
+    "dict": program(
         lambda self, x: x * self.scales["a"],
-        {"scales": {"a": 1.0}},
         item(lambda net: net.scales, "a", 2.0),
+        scales={"a": 1.0},
     ),
-    "dict of tensors": (
+    "dict of tensors": program(
         lambda self, x: x * self.scales["a"],
-        {"scales": {"a": X[0]}},
         item(lambda net: net.scales, "a", X[1], X[2]),
+        scales={"a": X[0]},
     ),
-    "global": (
-        lambda self, x: x * GLOBAL["scale"],
-        {},
-        item(lambda _: GLOBAL, "scale", 2.0, 1.0),
+    "global": program(
+        lambda self, x: x * GLOBAL["scale"], item(lambda _: GLOBAL, "scale", 2.0, 1.0)
     ),
-    "class attribute": (
+    "class attribute": program(
         lambda self, x: self.d(x),
-        {"d": Doubled()},
-        lambda _: [lambda: setattr(Doubled, "factor", 3.0), lambda: setattr(Doubled, "factor", 1)],
+        calls(lambda _: setattr(Doubled, "factor", 3.0), lambda _: setattr(Doubled, "factor", 1)),
+        d=Doubled(),
     ),
-    "closure": (CLOSURE[0], {}, CLOSURE[1]),
-    "context variable": (
+    "closure": program(*CLOSURE),
+    "context variable": program(
         branch(lambda self, x: FLAG.get()),
-        {},
-        lambda _: [lambda: FLAG.set(True), lambda: FLAG.set(False)],
+        calls(lambda _: FLAG.set(True), lambda _: FLAG.set(False)),
     ),
-    "thread-local": (
+    "thread-local": program(
         branch(lambda self, x: getattr(LOCAL, "on", False)),
-        {},
-        lambda _: [lambda: setattr(LOCAL, "on", True), lambda: delattr(LOCAL, "on")],
+        calls(lambda _: setattr(LOCAL, "on", True), lambda _: delattr(LOCAL, "on")),
     ),
-    "environment": (
+    "environment": program(
         branch(lambda self, x: "PUREACCUM_TEST" in os.environ),
-        {},
-        lambda _: [
-            lambda: os.environ.__setitem__("PUREACCUM_TEST", ""),
-            lambda: os.environ.pop("PUREACCUM_TEST"),
-        ],
+        calls(
+            lambda _: os.environ.__setitem__("PUREACCUM_TEST", ""),
+            lambda _: os.environ.pop("PUREACCUM_TEST"),
+        ),
     ),
-    "try": (
+    "try": program(
         tried,
-        {"cfg": CFG(scale=2.0)},
-        lambda net: [lambda: delattr(net.cfg, "scale"), lambda: setattr(net.cfg, "scale", 3.0)],
+        calls(lambda net: delattr(net.cfg, "scale"), lambda net: setattr(net.cfg, "scale", 3.0)),
+        cfg=CFG(scale=2.0),
     ),
-    "detach in a branch": (
-        lambda self, x: self.out(x.detach() if self.cfg.stop else x) + x.sin(),
-        {"cfg": CFG(stop=False)},
-        attribute("cfg.stop", True, False),
+    "detach in a branch": program(
+        lambda self, x: self.out(x.detach() if self.cfg.on else x) + x.sin(),
+        on(True, False),
+        cfg=CFG(on=False),
     ),
-    "detach that is always called": (
-        detached_in_a_branch,
-        {"cfg": CFG(stop=False)},
-        attribute("cfg.stop", True, False),
+    "detach that is always called": program(
+        detached_in_a_branch, on(True, False), cfg=CFG(on=False)
     ),
-    "a module that is another one": (
-        lambda self, x: self.cfg.act(x),
-        {"cfg": CFG(act=nn.Tanh())},
-        attribute("cfg.act", nn.Sigmoid(), torch.relu),
+    "a module that is another one": program(
+        lambda self, x: self.cfg.on(x), on(nn.Sigmoid(), torch.relu), cfg=CFG(on=nn.Tanh())
     ),
-    "order": (
-        lambda self, x: [self.out(x), x][self.cfg.at] * 1.5,
-        {"cfg": CFG(at=0)},
-        attribute("cfg.at", 1, 0),
+    "order": program(lambda self, x: [self.out(x), x][self.cfg.on] * 1.5, on(1, 0), cfg=CFG(on=0)),
+    "outputs": program(
+        lambda self, x: (x, x.sin()) if self.cfg.on else x, on(True, False), cfg=CFG(on=False)
     ),
-    "outputs": (
-        lambda self, x: (x, x.sin()) if self.cfg.two else x,
-        {"cfg": CFG(two=False)},
-        attribute("cfg.two", True, False),
+    "frozen by detach": program(
+        lambda self, x: x @ (self.out.weight.detach() if self.cfg.on else self.out.weight),
+        on(False, True),
+        cfg=CFG(on=True),
     ),
-    "frozen by detach": (
-        lambda self, x: x @ (self.out.weight.detach() if self.cfg.stop else self.out.weight),
-        {"cfg": CFG(stop=True)},
-        attribute("cfg.stop", False, True),
+    "a norm more": program(
+        lambda self, x: self.bn(x.exp()) if self.cfg.on else x, on(True, False), cfg=CFG(on=False)
     ),
-    "a norm more": (
-        lambda self, x: self.bn(x.exp()) if self.cfg.more else x,
-        {"cfg": CFG(more=False)},
-        attribute("cfg.more", True, False),
+    "no norm before": program(
+        lambda self, x: F.batch_norm(x.exp(), None, None, training=self.cfg.on),
+        on(True),
+        cfg=CFG(on=True),
     ),
-    "no norm before": (
-        lambda self, x: F.batch_norm(x.exp(), None, None, training=self.cfg.more),
-        {"cfg": CFG(more=True)},
-        attribute("cfg.more", True),
-    ),
-    "dropout of nothing": (
-        lambda self, x: F.dropout(x, self.cfg.p, self.training),
-        {"cfg": CFG(p=0.0)},
-        attribute("cfg.p", 1.0, 0.0),
+    "dropout of nothing": program(
+        lambda self, x: F.dropout(x, self.cfg.on, self.training), on(1.0, 0.0), cfg=CFG(on=0.0)
     ),
 }
 
@@ -332,12 +307,8 @@ MODES = {
 # What is refused -------------------------------------------------------------------------------
 
 
-def updated(self, x):
-    return x - self.bn.running_mean
-
-
 REFUSED = {
-    "statistics after the call": (updated, "is read again"),
+    "statistics after the call": (lambda self, x: x - self.bn.running_mean, "is read again"),
     "requires_grad": (lambda self, x: x * 2 if x.requires_grad else x, "requires_grad"),
     "grad_fn": (lambda self, x: x if x.grad_fn is None else x * 2, "grad_fn"),
     "is_leaf": (lambda self, x: x * 2 if x.is_leaf else x, "is_leaf"),

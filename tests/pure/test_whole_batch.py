@@ -6,6 +6,7 @@ float64; what is promised is 1e-10 of the gradient's norm.
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import optree
@@ -21,6 +22,7 @@ from pureaccum._core.auto_size import counting
 from pureaccum.testing.strategies import compositions, seeds
 from tests.draws import examples, generator
 from tests.pure import resnets
+from tests.pure.networks import backward
 
 
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("coupled")]
@@ -40,18 +42,8 @@ def apart(a, b):
     return norm({name: a[name] - b[name] for name in b}) / norm(b)
 
 
-def backward(loss, params, batch):
-    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    value, buffers = loss(leaves, batch)
-    value.backward()
-    return {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}, (
-        value.detach(),
-        buffers,
-    )
-
-
 WAYS = {
-    "backward": lambda loss: lambda params, batch: backward(loss, params, batch),
+    "backward": lambda loss: partial(backward, loss),
     "torch.func": lambda loss: torch.func.grad_and_value(loss, has_aux=True),
     "pa.grad": lambda loss: pa.grad_and_value(loss, has_aux=True, aux_reduction="last"),
 }
@@ -242,15 +234,15 @@ def test_any_sequence_of_layers_is_the_full_batch(name, way, data, seed, rows):
 X4 = torch.randn(11, 3, 6, 6, dtype=torch.float64, generator=generator(0))
 X = torch.randn(11, 4, dtype=torch.float64, generator=generator(1))
 NETWORKS = {
-    "dense": (resnets.Dense, X4),
-    "unet": (resnets.UNet, X4),
-    "mobilenet": (resnets.InvertedResidual, X4),
+    "dense": (resnets.dense, X4),
+    "unet": (resnets.unet, X4),
+    "mobilenet": (resnets.inverted_residual, X4),
     "shared": (resnets.Shared, X),
-    "in-place": (resnets.InPlace, X),
-    "parallel": (resnets.Parallel, X),
-    "timm": (resnets.Timm, X4),
-    "standardised": (resnets.Standardised, X4),
-    "own function": (resnets.OwnFunction, X4),
+    "in-place": (resnets.in_place, X),
+    "parallel": (resnets.parallel, X),
+    "timm": (resnets.timm, X4),
+    "standardised": (resnets.standardised, X4),
+    "own function": (resnets.own_function, X4),
 }
 
 
@@ -276,14 +268,14 @@ def test_arguments_may_have_names_and_be_no_tensors(way):
     def by_name(module, batch):
         return module(**batch)
 
-    module = resnets.TwoInputs().double()
+    module = resnets.two_inputs().double()
     check(module, batch, [3, 4], way=way, call=by_name)
     for more in ({"twice": True}, {"twice": False}, {"skip": None}, {"skip": {"a": X, "b": [X]}}):
         check(module, batch | more, [3, 4], way=way, call=by_name)
 
 
 def test_one_function_takes_flags_of_all_kinds_in_turn():
-    module = resnets.TwoInputs().double()
+    module = resnets.two_inputs().double()
     fn, side = pa.functional(module, microbatch_size=4), X[:, :2]
     for more in ({}, {"twice": True}, {"skip": {"a": X, "b": [X]}}, {"twice": False}):
         out, _ = fn.apply(fn.params, fn.buffers, X, side=side, **more)
@@ -293,7 +285,7 @@ def test_one_function_takes_flags_of_all_kinds_in_turn():
 
 def test_a_module_may_have_outputs_from_all_levels():
     """The output has the module's own containers, and what it was given comes back as it is."""
-    module = resnets.Several().double()
+    module = resnets.several().double()
     fn = pa.functional(module, microbatch_size=4)
     out, _ = fn.apply(fn.params, fn.buffers, X)
     want = deepcopy(module)(X)
@@ -316,7 +308,7 @@ def pa_leaves(out):
 
 def test_sizes_may_depend_on_the_number_of_rows():
     """Each microbatch has its own, the shorter last one too."""
-    check(resnets.Reshaping().double(), X4, [4, 3, (3, 7, 1)])
+    check(resnets.reshaping().double(), X4, [4, 3, (3, 7, 1)])
 
 
 class Scratch(nn.Module):

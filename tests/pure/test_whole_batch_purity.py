@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def scaled(params, by):
 
 
 def test_the_module_and_what_is_given_stay_as_they_are():
-    module = resnets.InPlace()  # it writes to its input and to what it computes
+    module = resnets.in_place()  # it writes to its input and to what it computes
     fn = pa.functional(module, microbatch_size=4)
     before = [dict(vars(part)) for part in module.modules()]
     with unchanged((module.state_dict(), fn.params, fn.buffers, X)):
@@ -78,14 +77,14 @@ def test_other_threads_call_modules_while_one_is_traced():
     """The one that is traced among them, and its parts."""
     module = resnets.resnet18(2)
     images = torch.randn(4, 3, 8, 8, generator=generator(1))
-    part, plain = module.layer1[0].conv1, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    part, plain = module.blocks[0].convs[0], nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     weight, h = part.weight, torch.randn(2, 2, 4, 4, generator=generator(2))
     calls = [
         lambda: torch.equal(part(h), nn.functional.conv2d(h, weight, padding=1)),
         lambda: part.weight is weight,
         lambda: isinstance(plain(X), Tensor),
     ]
-    done, wrong = threading.Event(), list[Any]()
+    done, wrong = threading.Event(), []
 
     def call():
         while not done.is_set():

@@ -11,7 +11,7 @@ from torch import nn
 
 import pureaccum as pa
 from tests.pure import resnets
-from tests.pure.networks import Of
+from tests.pure.networks import Of, squares
 from tests.refusals import refused, saying
 
 
@@ -431,9 +431,7 @@ def test_a_cut_around_a_cut_is_refused():
     module = norm()
     fn = pa.functional(module, microbatch_size=1)
 
-    def loss(params, x):
-        return fn.apply(params, fn.buffers, x)[0].square().mean()
-
+    loss = squares(fn)
     inside = Of(lambda self, x: self.fn.apply(self.fn.params, self.fn.buffers, x)[0], fn=fn)
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2)
     for around in (
