@@ -13,7 +13,8 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils.data import default_collate
 
 import pureaccum as pa
-from pureaccum.testing import unchanged
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests import calls
 from tests.refusals import PARAMS, Loss, make_batch, refused, saying, squares
 
 
@@ -177,3 +178,150 @@ def test_a_donated_state_can_be_thrown_away(by):
     state = donated(by)
     assert all(x is x and isinstance(x, Tensor) and hash(x) for x in optree.tree_leaves(state))
     del state
+
+
+# An error during update(donate=True) loses nothing, or says that it did ------------------------
+
+
+LEAVES = calls.make_params()
+SPOILED = ("given up with donate=True", "failed in the middle", "state that was not donated")
+engines = pytest.mark.parametrize("engine", calls.ENGINES)
+modes = pytest.mark.parametrize("nonfinite", calls.NONFINITE)
+
+
+def exploding(at):
+    """A backward pass that fails at one leaf, ``large`` or ``w``, having done the other or not."""
+    first, last = ("w", "large") if at == "last" else ("large", "w")
+
+    def loss(params, batch):
+        exploded = params | {last: calls.Explodes.apply(params[last])}
+        return calls.mean_loss(exploded, batch) + 0 * params[first].sum()
+
+    return loss
+
+
+def begun(engine, nonfinite="propagate"):
+    acc = pa.accumulator(calls.mean_loss, engine=engine, nonfinite=nonfinite)
+    state = acc.update(acc.init(LEAVES), LEAVES, calls.make_batch(3), donate=True)
+    return state, acc.finalize(state)
+
+
+def update(loss, state, engine, nonfinite, params=LEAVES):
+    acc = pa.accumulator(loss, engine=engine, nonfinite=nonfinite)
+    return acc.update(state, params, calls.make_batch(2), donate=True)
+
+
+def whole_or_gone(state, expected, *uses):
+    """A state that is whole, or of which each of the uses says that it is gone."""
+    acc = pa.accumulator(calls.mean_loss)
+    try:
+        result = acc.finalize(state)
+    except RuntimeError:
+        for use in uses:
+            with saying(RuntimeError, *SPOILED):
+                use(acc)
+    else:
+        assert_trees_bitwise_equal(result, expected)
+
+
+@engines
+@modes
+def test_an_error_in_the_loss_loses_nothing(engine, nonfinite):
+    def loss(params, batch):
+        calls.mean_loss(params, batch)
+        raise calls.BoomError
+
+    state, expected = begun(engine, nonfinite)
+    with unchanged(state, LEAVES), pytest.raises(calls.BoomError):
+        update(loss, state, engine, nonfinite)
+    assert_trees_bitwise_equal(pa.accumulator(calls.mean_loss).finalize(state), expected)
+
+
+@engines
+@modes
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_an_error_in_the_backward_pass_loses_nothing_or_says_so(engine, nonfinite, at):
+    """Where one sum says so all do: a state is whole or gone."""
+    state, expected = begun(engine, nonfinite)
+    with unchanged(LEAVES), pytest.raises(calls.BoomError):
+        update(exploding(at), state, engine, nonfinite)
+    whole_or_gone(
+        state,
+        expected,
+        lambda acc: acc.finalize(state),
+        lambda acc: acc.finalize(state, donate=True),
+        lambda acc: acc.update(state, LEAVES, calls.make_batch()),
+        lambda acc: acc.merge(acc.init(LEAVES), state),
+        *(lambda _, x=x: x + 1 for x in state.grads.values()),
+    )
+
+
+@engines
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_skip_adds_nothing_before_all_is_known(engine, at):
+    state, _ = begun(engine, "skip")
+    with unchanged(state), pytest.raises(calls.BoomError):
+        update(exploding(at), state, engine, "skip")
+
+
+# nonfinite="raise" -----------------------------------------------------------------------
+
+
+def make_bad(leaf):
+    """Finite, but for the gradient of one leaf at the rows from the fourth on."""
+
+    def loss(params, batch):
+        zero = params[leaf] - params[leaf].detach()
+        return calls.mean_loss(params, batch) + (zero.sqrt().sum() if batch["y"].max() >= 4 else 0)
+
+    return loss
+
+
+def nan_loss(params, batch):
+    return calls.mean_loss(params, batch) * (torch.nan if batch["y"].max() >= 4 else 1)
+
+
+CAUSES = ("inf or NaN", "nonfinite='raise'", "learning rate", "Weighted")
+
+
+@engines
+@pytest.mark.parametrize("leaf", ["w", "large"])
+def test_raise_names_the_leaf_and_the_microbatch(engine, leaf):
+    other = {"w": "large", "large": "w"}[leaf]
+    gradient = pa.grad(make_bad(leaf), microbatch_size=2, nonfinite="raise", engine=engine)
+    named = f"gradient of args[0]['{leaf}'] of microbatch 2 (from row 4)"
+    with unchanged(LEAVES), saying(FloatingPointError, named, *CAUSES) as caught:
+        gradient(LEAVES, calls.make_batch(6))
+    assert f"'{other}'" not in str(caught.value)
+
+
+@engines
+def test_raise_names_a_loss(engine):
+    gradient = pa.grad(nan_loss, microbatch_size=2, nonfinite="raise", engine=engine)
+    named = "the loss of microbatch 2 (from row 4)"
+    with unchanged(LEAVES), saying(FloatingPointError, named, *CAUSES):
+        gradient(LEAVES, calls.make_batch(6))
+
+
+@engines
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("leaf", ["w", "large"])
+def test_raise_names_the_leaf_in_a_stream(engine, donate, leaf):
+    acc = pa.accumulator(make_bad(leaf), nonfinite="raise", engine=engine)
+    state = acc.update(acc.init(LEAVES), LEAVES, calls.make_batch(2))
+    expected = acc.finalize(state)
+    with saying(FloatingPointError, f"params['{leaf}'] of microbatch 1:", *CAUSES):
+        acc.update(state, LEAVES, calls.make_batch(6), donate=donate)
+    if donate:
+        whole_or_gone(state, expected, lambda acc: acc.finalize(state))
+    else:
+        assert_trees_bitwise_equal(acc.finalize(state), expected)
+
+
+@engines
+@pytest.mark.parametrize("donate", [False, True])
+def test_raise_for_a_loss_leaves_the_state_whole(engine, donate):
+    acc = pa.accumulator(nan_loss, nonfinite="raise", engine=engine)
+    state = acc.update(acc.init(LEAVES), LEAVES, calls.make_batch(2))
+    with unchanged(state), saying(FloatingPointError, "the loss of microbatch 1:", *CAUSES):
+        acc.update(state, LEAVES, calls.make_batch(6), donate=donate)

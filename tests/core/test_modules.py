@@ -50,7 +50,9 @@ def summed(module, **knobs):
 def test_tied_and_unused_parameters_have_their_gradients(engine, vocabulary):
     """One key for a tied tensor gets the sum over its uses; what is unused gets zeros."""
     module = integer_(Tied(vocabulary))
-    other = deepcopy(module)  # functional_call spoils modules that are shared: see test_hazards
+    other = deepcopy(
+        module
+    )  # functional_call spoils modules that are shared: see test_torch_faults
     params = {name: p.detach() for name, p in module.named_parameters()}
     x, y = torch.randint(0, 5, (6,)), torch.randint(-3, 4, (6, vocabulary)).float()
     y[:, 5:] = 0  # the loss stays exact

@@ -188,7 +188,7 @@ def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite, engine):
 
 @policies
 def test_two_gradients_may_be_views_of_one_tensor(nonfinite, engine):
-    """``.backward()`` itself is wrong here: see test_torch_hazards."""
+    """``.backward()`` itself is wrong here: see test_torch_faults."""
 
     def loss(params, x):
         a, b = (p.view(-1) for p in params)
