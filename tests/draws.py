@@ -1,8 +1,6 @@
 """How many examples the properties of these tests draw, and small things to draw and to cut."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import optree
 import torch
@@ -14,7 +12,7 @@ few = st.integers(1, 12)
 powers_of_two = st.sampled_from([1, 2, 4, 8, 16])
 
 
-def examples(share: float, fewest: int = 25) -> settings:
+def examples(share, fewest=25):
     """A share of the profile's examples, for properties that are dear to check.
 
     No fewer than ``fewest`` where the profile itself draws so many: under ``ci`` and ``thorough``.
@@ -23,16 +21,16 @@ def examples(share: float, fewest: int = 25) -> settings:
     return settings(max_examples=max(round(share * most), fewest if most >= 25 else 1))
 
 
-def generator(seed: int) -> torch.Generator:
+def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def slices(sizes: Sequence[int]) -> list[slice]:
+def slices(sizes):
     """Which rows each microbatch has."""
     return list(
         itertools.starmap(slice, itertools.pairwise(itertools.accumulate(sizes, initial=0)))
     )
 
 
-def take(batch: Any, rows: slice) -> Any:
+def take(batch, rows):
     return optree.tree_map(lambda x: x[rows], batch)

@@ -22,7 +22,7 @@ from tests.draws import generator
 ROWS = 12  # the most rows for which the loss below stays exact
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a, b):
     """Whether two trees have the same bits, for where that is a question."""
     try:
         assert_trees_bitwise_equal(a, b)
@@ -31,20 +31,20 @@ def same(a: Any, b: Any) -> bool:
     return True
 
 
-def copied(tree: Any) -> Any:
+def copied(tree):
     return optree.tree_map(torch.clone, tree, namespace="pureaccum")
 
 
-def integers(g: torch.Generator, *shape: int, bound: int = 15) -> Tensor:
+def integers(g, *shape, bound=15):
     return torch.randint(-bound, bound + 1, shape, generator=g).float()
 
 
-def make_params(seed: int) -> dict[str, Tensor]:
+def make_params(seed):
     g = generator(seed)
     return {"w": integers(g, 4, 2, bound=7), "emb": integers(g, 5, 4), "b": integers(g, 2)}
 
 
-def make_batch(seed: int, rows: int) -> dict[str, Tensor]:
+def make_batch(seed, rows):
     g = generator(seed + 1)
     return {
         "y": integers(g, rows, 2),
@@ -53,7 +53,7 @@ def make_batch(seed: int, rows: int) -> dict[str, Tensor]:
     }
 
 
-def row_losses(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+def row_losses(params, batch):
     out = torch.relu(params["emb"][batch["i"]] @ params["w"] + params["b"])
     return ((out - batch["y"]) ** 2).sum(-1)  # at most 2 * 450**2 a row
 
@@ -67,15 +67,15 @@ class Loss(NamedTuple):
     weight: Callable[..., float]
 
     @property
-    def reduction(self) -> Any:
+    def reduction(self):
         return "sum" if self.name == "sum" else "mean"
 
 
-def _masked(p: Any, b: Any) -> Tensor:
+def _masked(p, b):
     return (b["mask"] * row_losses(p, b)).sum()
 
 
-def _plain(p: Any, b: Any) -> Tensor:
+def _plain(p, b):
     return row_losses(p, b).sum()
 
 
@@ -96,7 +96,7 @@ RATIO = Loss(  # a denominator that is elsewhere in the batch: most microbatches
 LOSSES = (MEAN, SUM, WEIGHTED, RATIO)
 
 
-def full_batch(loss: Loss, params: Any, batch: Any) -> Any:
+def full_batch(loss, params, batch):
     """The gradient as it is defined: of the sum over the whole batch, divided once."""
     weight = loss.weight(batch)
     return optree.tree_map(
@@ -105,7 +105,7 @@ def full_batch(loss: Loss, params: Any, batch: Any) -> Any:
     )
 
 
-def folded(acc: Any, state: pa.AccumState, params: Any, parts: Any) -> pa.AccumState:
+def folded(acc, state, params, parts):
     for part in parts:
         state = acc.update(state, params, part)
     return state

@@ -1,8 +1,5 @@
 """Ordinary networks on ordinary floats; none couples the rows of a batch."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,22 +12,22 @@ ROWS, WIDTH, LENGTH = 7, 4, 3
 Params = dict[str, Tensor]
 
 
-def gelu_mlp(p: Params, x: Tensor) -> Tensor:
+def gelu_mlp(p, x):
     return F.gelu(x.flatten(1) @ p["into"] + p["bias"]) @ p["out"]
 
 
-def layer_norm(p: Params, x: Tensor) -> Tensor:
+def layer_norm(p, x):
     h = x.flatten(1) @ p["into"] + p["bias"]
     return torch.tanh(F.layer_norm(h, h.shape[1:], p["gain"], p["bias"])) @ p["out"]
 
 
-def attention(p: Params, x: Tensor) -> Tensor:
+def attention(p, x):
     q, k, v = (x @ p[name] for name in ("q", "k", "v"))
     h = torch.softmax(q @ k.mT / WIDTH**0.5, -1) @ v
     return F.silu(h.sum(1) @ p["q"] + p["gain"][:WIDTH]) @ p["out"][:WIDTH]
 
 
-def convolution(p: Params, x: Tensor) -> Tensor:
+def convolution(p, x):
     h = F.softplus(F.conv1d(x.mT, p["filters"], p["bias"], padding=1))
     return F.group_norm(h, 2, p["gain"], p["bias"]).mean(-1) @ p["out"]
 
@@ -38,7 +35,7 @@ def convolution(p: Params, x: Tensor) -> Tensor:
 NETWORKS = {f.__name__: f for f in (gelu_mlp, layer_norm, attention, convolution)}
 
 
-def params_of(seed: int, dtype: torch.dtype) -> Params:
+def params_of(seed, dtype):
     """One tree for all networks: what one does not use has gradient zero."""
     shapes = {
         "into": (LENGTH * WIDTH, 8),
@@ -54,7 +51,7 @@ def params_of(seed: int, dtype: torch.dtype) -> Params:
     return {name: torch.randn(s, generator=random, dtype=dtype) for name, s in shapes.items()}
 
 
-def batch_of(seed: int, dtype: torch.dtype, rows: int = ROWS) -> dict[str, Tensor]:
+def batch_of(seed, dtype, rows=ROWS):
     """Rows of very different loss, and weights that are no round numbers."""
     random = generator(seed)
     size = 10.0 ** torch.randint(-1, 2, (rows, 1), generator=random)
@@ -65,8 +62,8 @@ def batch_of(seed: int, dtype: torch.dtype, rows: int = ROWS) -> dict[str, Tenso
     }
 
 
-def loss_of(network: str, kind: str) -> Callable[[Params, dict[str, Tensor]], Any]:
-    def loss(params: Params, batch: dict[str, Tensor]) -> Any:
+def loss_of(network, kind):
+    def loss(params, batch):
         rows = ((NETWORKS[network](params, batch["x"]) - batch["y"]) ** 2).sum(-1)
         if kind == "weighted":
             return pa.Weighted((rows * batch["weights"]).sum(), batch["weights"].sum())

@@ -23,17 +23,17 @@ Batch = dict[str, Tensor]
 Cut = Callable[..., Any]
 
 
-def whole(func: Any, **_: Any) -> Any:
+def whole(func, **_):
     """No cut: a function of the full batch."""
     return func
 
 
-def pieces(size: Any) -> Cut:
+def pieces(size):
     """A cut into microbatches."""
     return partial(pa.microbatch, microbatch_size=size)
 
 
-def params_of(seed: int, dtype: torch.dtype = torch.float64, wide: int = 8) -> Params:
+def params_of(seed, dtype=torch.float64, wide=8):
     """One tree for all: what a loss does not use has gradient zero."""
     shapes = {
         "a1": (WIDTH, wide),
@@ -51,29 +51,25 @@ def params_of(seed: int, dtype: torch.dtype = torch.float64, wide: int = 8) -> P
     return params | {"temperature": torch.tensor(1.5, dtype=dtype)}
 
 
-def batch_of(seed: int, rows: int = ROWS, dtype: torch.dtype = torch.float64) -> Batch:
+def batch_of(seed, rows=ROWS, dtype=torch.float64):
     random = generator(seed + 1)
     x = torch.randn(rows, WIDTH, generator=random, dtype=dtype)
     noise = torch.randn(rows, WIDTH, generator=random, dtype=dtype)
-    return {
-        "x": x,
-        "other": x + noise / 2,
-        "y": torch.randint(0, 3, (rows,), generator=random),
-    }
+    return {"x": x, "other": x + noise / 2, "y": torch.randint(0, 3, (rows,), generator=random)}
 
 
 # Contrastive: InfoNCE both ways, with a learned temperature ----------------------------------
 
 
-def tower(params: Params, x: Tensor, name: str) -> Tensor:
+def tower(params, x, name):
     return F.normalize(torch.tanh(x @ params[name + "1"]) @ params[name + "2"], dim=1)
 
 
-def towers(params: Params, batch: Batch) -> Any:
+def towers(params, batch):
     return tower(params, batch["x"], "a"), tower(params, batch["other"], "b")
 
 
-def contrastive(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
+def contrastive(params, batch, cut=whole):
     a, b = cut(towers)(params, batch)
     logits = params["temperature"].exp() * a @ b.T
     right = torch.arange(len(a))
@@ -83,7 +79,7 @@ def contrastive(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
 # Triplets: the hardest positive and the hardest negative of the batch -------------------------
 
 
-def triplets(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
+def triplets(params, batch, cut=whole):
     at = cut(lambda params, batch: tower(params, batch["x"], "a"))(params, batch)
     same = batch["y"].unsqueeze(0) == batch["y"].unsqueeze(1)
     distance = ((at.unsqueeze(0) - at.unsqueeze(1)) ** 2).sum(-1)
@@ -96,7 +92,7 @@ def triplets(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
 # Mixture of experts, with the loss that keeps them in balance over the batch ------------------
 
 
-def routed(params: Params, batch: Batch) -> Any:
+def routed(params, batch):
     """The task's loss, how many rows an expert gets, and how probable it was: sums over rows."""
     gates = (batch["x"] @ params["router"]).softmax(1)
     gate, expert = gates.max(1)
@@ -105,7 +101,7 @@ def routed(params: Params, batch: Batch) -> Any:
     return task, (expert.unsqueeze(1) == torch.arange(4)).sum(0), gates.sum(0)
 
 
-def experts(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
+def experts(params, batch, cut=whole):
     task, chosen, probability = cut(routed, reduce="sum")(params, batch)
     rows = len(batch["y"])
     return task / rows + 0.5 * 4 * (chosen / rows * probability / rows).sum()
@@ -114,8 +110,8 @@ def experts(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
 # Barlow Twins: the correlation of two views over the batch ---------------------------------------
 
 
-def twins(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
-    def views(params: Params, batch: Batch) -> Any:
+def twins(params, batch, cut=whole):
+    def views(params, batch):
         pairs = (batch["x"], "a"), (batch["other"], "b")
         return [torch.tanh(x @ params[k + "1"]) @ params[k + "2"] for x, k in pairs]
 
@@ -129,7 +125,7 @@ def twins(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
 # An MLP with three batch norms, one behind the other ------------------------------------------
 
 
-def batch_norms(params: Params, batch: Batch, cut: Cut = whole) -> Tensor:
+def batch_norms(params, batch, cut=whole):
     h = cut(lambda p, batch: batch["x"] @ p["a1"])(params, batch)
     for i, name in enumerate(("a2", "b2", "out")):
         affine = params["gain"][i] + 1, params["bias"][i]

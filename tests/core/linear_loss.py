@@ -5,8 +5,6 @@ weighted loss, ``mask[i]`` times that. ``sound[i, k] = 0`` makes the gradient of
 while the loss stays finite; ``offset[i]`` goes into the loss and into no gradient.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ LARGE = (512, 600)
 ROWS = 8
 
 
-def every_kind_of_leaf(narrow: bool = True) -> dict[str, Tensor]:
+def every_kind_of_leaf(narrow=True):
     """Zeros, so that the loss of any of them is exact; without ``narrow``, none of 16 bits.
 
     (Where every leaf has the dtype of its sum, autograd itself may add to the sums.)
@@ -42,10 +40,10 @@ def every_kind_of_leaf(narrow: bool = True) -> dict[str, Tensor]:
 KINDS_OF_LEAF = sorted(every_kind_of_leaf())
 
 
-def _pattern(seed: int) -> dict[str, Tensor]:
+def _pattern(seed):
     random = generator(seed)
 
-    def like(leaf: Tensor) -> Tensor:
+    def like(leaf):
         high = 1 if leaf.dtype == torch.bfloat16 else 15
         return torch.randint(-high, high + 1, leaf.shape, generator=random).to(leaf.dtype)
 
@@ -55,7 +53,7 @@ def _pattern(seed: int) -> dict[str, Tensor]:
 FIRST, SECOND = _pattern(1), _pattern(2)
 
 
-def linear_batch(seed: int, rows: int = ROWS) -> Batch:
+def linear_batch(seed, rows=ROWS):
     random = generator(seed)
     s, t = (torch.randint(-7, 16, (rows,), generator=random).float() for _ in range(2))
     mask = torch.randint(-2, 4, (rows,), generator=random).relu().float()
@@ -63,8 +61,8 @@ def linear_batch(seed: int, rows: int = ROWS) -> Batch:
     return {"s": s, "t": t, "mask": mask, "sound": sound, "offset": torch.zeros(rows)}
 
 
-def linear_loss(kind: str) -> Callable[[dict[str, Tensor], Batch], Tensor | pa.Weighted]:
-    def total(params: dict[str, Tensor], batch: Batch, by: Tensor) -> Tensor:
+def linear_loss(kind):
+    def total(params, batch, by):
         s, t = batch["s"] * by, batch["t"] * by
         loss = s.sum() + (batch["offset"] * by).sum()
         for name, leaf in params.items():
@@ -75,7 +73,7 @@ def linear_loss(kind: str) -> Callable[[dict[str, Tensor], Batch], Tensor | pa.W
             loss = loss + ((leaf.sum() * 0 + sound).sqrt() * by).sum()
         return loss
 
-    def loss(params: dict[str, Tensor], batch: Batch) -> Tensor | pa.Weighted:
+    def loss(params, batch):
         if kind == "weighted":  # of no weight a total of 0 or NaN, whose gradient is what it is
             return pa.Weighted(total(params, batch, batch["mask"]), batch["mask"].sum())
         sum_ = total(params, batch, torch.ones_like(batch["s"]))
@@ -84,21 +82,21 @@ def linear_loss(kind: str) -> Callable[[dict[str, Tensor], Batch], Tensor | pa.W
     return loss
 
 
-def gradient_sums(kind: str, batch: Batch, counted: Tensor | None = None) -> dict[str, Tensor]:
+def gradient_sums(kind, batch, counted=None):
     """The sum of the gradients of the rows that count, in the dtypes of an accumulator."""
     by = batch["mask"] if kind == "weighted" else torch.ones(len(batch["s"]))
     if counted is not None:
         by = torch.where(counted, by, 0.0)
     s, t = ((torch.where(by != 0, batch[x], 0.0) * by).sum() for x in "st")
 
-    def sum_of(name: str) -> Tensor:
+    def sum_of(name):
         dtype = torch.float64 if name == "double" else torch.float32
         return s * FIRST[name].to(dtype) + t * SECOND[name].to(dtype)
 
     return {name: sum_of(name) for name in every_kind_of_leaf()}
 
 
-def weight_of(kind: str, batch: Batch, counted: Tensor | None = None) -> float:
+def weight_of(kind, batch, counted=None):
     """What those sums are divided by."""
     counted = torch.ones(len(batch["s"]), dtype=torch.bool) if counted is None else counted
     weights = {"sum": 0, "mean": counted.sum(), "weighted": batch["mask"][counted].sum()}

@@ -19,9 +19,9 @@ import sys
 import types
 import unittest
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import pytest
@@ -55,17 +55,17 @@ class OfOperation(NamedTuple):
 
 
 @cache
-def differentiable() -> dict[str, Any]:
+def differentiable():
     """All operations that torch differentiates, by name.
 
     To import torch's table of them changes switches of torch, which are put back.
     """
     if "expecttest" not in sys.modules:  # of which only a class is used, to derive from it
-        stub: Any = types.ModuleType("expecttest")
+        stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
     scripted = torch._C.ScriptFunction.__call__, torch._C.ScriptMethod.__call__
-    flags: Any = torch.backends.flags_frozen.__globals__  # torch.backends itself is a stand-in
+    flags = torch.backends.flags_frozen.__globals__  # torch.backends itself is a stand-in
     allowed = flags["__allow_nonbracketed_mutation_flag"]
     try:
         from torch.testing._internal.common_methods_invocations import op_db
@@ -80,14 +80,14 @@ def differentiable() -> dict[str, Any]:
     }
 
 
-def losses_of_part(part: int, *always: str) -> Iterator[OfOperation]:
+def losses_of_part(part, *always):
     """Losses of the operations of one part; the first part has those that are named, too."""
     for name in differentiable():
         if zlib.crc32(name.encode()) % PARTS == part or (part == 0 and name in always):
             yield from losses(name)
 
 
-def losses(name: str, most: int = MOST) -> Iterator[OfOperation]:
+def losses(name, most=MOST):
     """Losses of some samples of an operation, real and complex ones, which torch differentiates."""
     op = differentiable()[name]
     for kind, dtype in DTYPES.items():
@@ -102,7 +102,7 @@ def losses(name: str, most: int = MOST) -> Iterator[OfOperation]:
                 yield found
 
 
-def _of_sample(name: str, op: Any, sample: Any) -> OfOperation | None:
+def _of_sample(name, op, sample):
     given = sample.input, tuple(sample.args), dict(sample.kwargs)
     leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -111,9 +111,9 @@ def _of_sample(name: str, op: Any, sample: Any) -> OfOperation | None:
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and continuous(x)]
     if not at:
         return None
-    process: Any = sample.output_process_fn_grad
+    process = sample.output_process_fn_grad
 
-    def loss(params: list[Tensor], rows: Tensor) -> Tensor:
+    def loss(params, rows):
         its = list(leaves)
         for i, x in zip(at, params, strict=True):
             its[i] = x
@@ -123,11 +123,11 @@ def _of_sample(name: str, op: Any, sample: Any) -> OfOperation | None:
     return OfOperation(name, [leaves[i].detach().clone() for i in at], loss)
 
 
-def continuous(x: Tensor) -> bool:
+def continuous(x):
     return x.is_floating_point() or x.is_complex()
 
 
-def weighed(out: Any) -> Tensor:
+def weighed(out):
     """One number that depends on each number of a result, on no two of them alike."""
     total = torch.zeros((), dtype=torch.float64)
     for x in optree.tree_leaves(out):
@@ -138,7 +138,7 @@ def weighed(out: Any) -> Tensor:
     return total
 
 
-def draws(of: OfOperation) -> bool:
+def draws(of):
     """Whether an operation draws random numbers, and each microbatch its own."""
     seeded()
     try:
@@ -147,7 +147,7 @@ def draws(of: OfOperation) -> bool:
         return False
 
 
-def gradient_of_torch(of: OfOperation) -> tuple[list[Tensor], Tensor] | None:
+def gradient_of_torch(of):
     """The gradients and the value that plain torch gives; None where it gives none, or writes."""
     seeded()
     leaves = [x.clone().requires_grad_() for x in of.params]
@@ -162,6 +162,6 @@ def gradient_of_torch(of: OfOperation) -> tuple[list[Tensor], Tensor] | None:
     return grads, total.detach()
 
 
-def seeded() -> None:
+def seeded():
     """Seed the CPU's generator alone: ``torch.manual_seed`` takes longer than most losses."""
     torch.default_generator.manual_seed(0)

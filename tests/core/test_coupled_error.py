@@ -10,30 +10,20 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
-from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.problems import leaf, nobody_was_asked
 
 
-pytestmark = [pytest.mark.laws]
+pytestmark = [pytest.mark.laws, pytest.mark.usefixtures(nobody_was_asked.__name__)]
 ROWS, SIZE, CUT = 32, 8, 3  # a microbatch of eight is asked as three and five
 BOUND = 2.0**-26  # the root of float64's unit, relative to a leaf
 CLASSES = torch.tensor([1.0, 5.0, 0.2]).double()
 
 
-@pytest.fixture(autouse=True)
-def _nobody_was_asked():
-    """Each of these is refused when it is first called."""
-    coupling._answers.clear()
-
-
-def convolutions():
-    head = nn.Linear(36, 3)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), head)
-    return net.double()
-
-
 torch.manual_seed(0)
-NET = convolutions()
+NET = nn.Sequential(
+    nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)
+).double()
 FN = pa.functional(NET)
 WHOLE = pa.functional(NET, microbatch_size=SIZE)
 LINEAR = {"w": torch.randn(4, 3).double(), "b": torch.randn(3).double()}
@@ -60,16 +50,16 @@ def normalised(fn):
     return lambda p, b: F.cross_entropy(fn.apply(p, fn.buffers, b["image"])[0], b["y"])
 
 
-def class_weights(p, b):
-    return F.cross_entropy(out(p, b), b["y"], weight=CLASSES)
+def entropy(targets, **knobs):
+    return lambda p, b: F.cross_entropy(out(p, b), b[targets], **knobs)
 
 
-def ignored_targets(p, b):
-    return F.cross_entropy(out(p, b), b["padded"])
+def masked(p, b):
+    return (each(p, b) * b["mask"]).sum()
 
 
 def masked_mean(p, b):
-    return (each(p, b) * b["mask"]).sum() / b["mask"].sum()
+    return masked(p, b) / b["mask"].sum()
 
 
 def scores_of(a, b):
@@ -77,16 +67,8 @@ def scores_of(a, b):
     return F.cross_entropy(5 * a @ b.T, torch.arange(len(a)))
 
 
-def contrastive(p, b):
-    return scores_of(out(p, b), out(p, b, "other"))
-
-
 def standardised(x):
     return ((x - x.mean(0)) / x.std(0)).pow(3).mul(torch.arange(3)).mean()
-
-
-def standardised_batch(p, b):
-    return standardised(out(p, b))
 
 
 def encoded(p, b, key="x"):
@@ -99,6 +81,14 @@ def of_all_rows(loss):
 
 def of_microbatches(loss, **knobs):
     return pa.grad(loss, microbatch_size=SIZE, **knobs)
+
+
+def ratio(total, weight):
+    return of_microbatches(lambda p, b: pa.Weighted(total(p, b), weight(b)))
+
+
+def summed(loss):
+    return of_microbatches(lambda p, b: loss(p, b).sum(), reduction="sum")
 
 
 class Case(NamedTuple):
@@ -123,56 +113,42 @@ CASES = {
         dict(FN.params),
     ),
     "class weights": Case(
-        class_weights,
+        entropy("y", weight=CLASSES),
         "mean of means",
         "cross_entropy",
         "pa.Weighted(F.cross_entropy(out, y, weight=w, reduction='sum'), w[y].sum())",
-        of_microbatches(
-            lambda p, b: pa.Weighted(
-                F.cross_entropy(out(p, b), b["y"], weight=CLASSES, reduction="sum"),
-                CLASSES[b["y"]].sum(),
-            )
-        ),
+        ratio(entropy("y", weight=CLASSES, reduction="sum"), lambda b: CLASSES[b["y"]].sum()),
     ),
     "ignored targets": Case(
-        ignored_targets,
+        entropy("padded"),
         "mean of means",
         "cross_entropy",
         "pa.Weighted(F.cross_entropy(out, y, reduction='sum'), (y != -100).sum())",
-        of_microbatches(
-            lambda p, b: pa.Weighted(
-                F.cross_entropy(out(p, b), b["padded"], reduction="sum"),
-                (b["padded"] != -100).sum(),
-            )
-        ),
+        ratio(entropy("padded", reduction="sum"), lambda b: (b["padded"] != -100).sum()),
     ),
     "masked mean": Case(
         masked_mean,
         "mean of means",
         "",
         "pa.Weighted(per_token.sum(), mask.sum())",
-        of_microbatches(lambda p, b: pa.Weighted((each(p, b) * b["mask"]).sum(), b["mask"].sum())),
+        ratio(masked, lambda b: b["mask"].sum()),
     ),
     "contrastive": Case(
-        contrastive,
+        lambda p, b: scores_of(out(p, b), out(p, b, "other")),
         "batch coupling",
         "matmul",
         f"pa.microbatch(encode, microbatch_size={SIZE})",
         of_all_rows(lambda p, b: scores_of(encoded(p, b), encoded(p, b, "other"))),
     ),
     "standardised batch": Case(
-        standardised_batch,
+        lambda p, b: standardised(out(p, b)),
         "batch coupling",
         "mean",
         f"pa.microbatch(encode, microbatch_size={SIZE})",
         of_all_rows(lambda p, b: standardised(encoded(p, b))),
     ),
     "a sum": Case(
-        lambda p, b: each(p, b).sum(),
-        "sum as mean",
-        "",
-        'reduction="sum"',
-        of_microbatches(lambda p, b: each(p, b).sum(), reduction="sum"),
+        lambda p, b: each(p, b).sum(), "sum as mean", "", 'reduction="sum"', summed(each)
     ),
     "a mean": Case(
         lambda p, b: each(p, b).mean(),
@@ -187,9 +163,7 @@ CASES = {
         "constant term",
         "",
         "(per_row + penalty / rows_of_batch).sum()",
-        of_microbatches(
-            lambda p, b: (each(p, b) + p["w"].square().sum() / ROWS).sum(), reduction="sum"
-        ),
+        summed(lambda p, b: each(p, b) + p["w"].square().sum() / ROWS),
         reduction="sum",
     ),
     "two means": Case(
@@ -197,10 +171,8 @@ CASES = {
         "several means",
         "",
         'a.sum() / batch["rows"] + b.sum() / batch["tokens"]',
-        of_microbatches(
-            lambda p, b: (each(p, b) / ROWS + each(p, b) * b["mask"] / BATCH["mask"].sum()).sum(),
-            reduction="sum",
-        ),
+        summed(lambda p, b: each(p, b) * (1 / ROWS + b["mask"] / BATCH["mask"].sum())),
+        reduction="sum",
     ),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -275,7 +247,7 @@ def test_the_way_gives_the_gradient_of_the_full_batch(case):
 
 @cases
 def test_unasked_it_is_what_a_loop_by_hand_gives(case):
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in case.params.items()}
+    leaves = {name: leaf(x) for name, x in case.params.items()}
     of_loop = 0.0
     for start in range(0, ROWS, SIZE):
         share = case.loss(leaves, rows(start, start + SIZE))
@@ -283,7 +255,7 @@ def test_unasked_it_is_what_a_loop_by_hand_gives(case):
         share.backward()
         of_loop += float(share.detach())
     knobs = {"microbatch_size": SIZE, "reduction": case.reduction, "check": False}
-    want = {name: leaf.grad for name, leaf in leaves.items()}
+    want = {name: x.grad for name, x in leaves.items()}
     grads, value = pa.grad_and_value(case.loss, engine="auto", **knobs)(case.params, BATCH)
     assert_trees_bitwise_equal(grads, want)
     assert float(value) == float(pa.value(case.loss, **knobs)(case.params, BATCH))

@@ -16,6 +16,7 @@ import pureaccum as pa
 from pureaccum.testing.strategies import compositions, seeds
 from tests.core.coupled import FAMILIES, ROWS, batch_of, params_of, pieces, towers, whole
 from tests.draws import examples
+from tests.problems import leaf, once
 
 
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("coupled")]
@@ -36,7 +37,7 @@ def off(got, want):
 
 def by_backward(loss):
     def run(params, batch):
-        leaves = {k: x.clone().requires_grad_() for k, x in params.items()}
+        leaves = {k: leaf(x) for k, x in params.items()}
         value = loss(leaves, batch)
         value.backward()
         grads = {k: torch.zeros_like(x) if x.grad is None else x.grad for k, x in leaves.items()}
@@ -50,7 +51,7 @@ def by_step(loss):
 
     def run(params, batch):
         step = pa.make_step(loss, pa.sgd(1.0))
-        new, info = step(step.init(params), batch)
+        new, info = once(step, params, batch)
         return {k: x - new.params[k] for k, x in params.items()}, info.loss
 
     return run

@@ -21,6 +21,7 @@ from pureaccum.testing.strategies import compositions, seeds
 from tests.core.coupled import pieces, whole
 from tests.draws import examples, few, generator, powers_of_two
 from tests.exactly import integers
+from tests.problems import leaf, once
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
@@ -190,7 +191,7 @@ def full_batch(program, kind):
 
 def backward(loss):
     def run(params, batch):
-        params = optree.tree_map(lambda x: x.clone().requires_grad_(), params)
+        params = optree.tree_map(leaf, params)
         value = loss(params, batch)
         value.backward()
         zeros = torch.zeros_like
@@ -320,7 +321,7 @@ def test_a_step_with_everything_is_the_step_over_the_full_batch(kind, data, seed
     for cut in (whole, pieces(size)):
         optimizer = pa.chain(pa.clip_by_global_norm(4.0), pa.sgd(2.0**-3, momentum=0.5))
         step = pa.make_step(everything(kind, cut), optimizer, **knobs)
-        results.append(step(step.init(params, buffers, seed=seed), batch))
+        results.append(once(step, params, batch, buffers=buffers, seed=seed))
     assert_trees_bitwise_equal(*results)
     new, info = results[1]
     assert info.applied
@@ -358,7 +359,7 @@ def test_a_policy_casts_what_is_given_and_nothing_in_between(engine):
         )(rows)
 
     step = pa.make_step(loss, pa.sgd(1.0), policy=pa.Policy(compute=torch.bfloat16), engine=engine)
-    _, info = step(step.init(torch.ones(1)), torch.ones(4, 1))
+    _, info = once(step, torch.ones(1), torch.ones(4, 1))
     assert info.loss == 4 * 257
 
 
@@ -382,7 +383,7 @@ def test_a_sum_over_many_tokens_fits_into_half_precision(engine, size):
     scale, policy = pa.static_loss_scale(2.0**10), pa.Policy(compute=torch.float16)
     knobs = {"loss_scale": scale, "policy": policy, "engine": engine}
     step = pa.make_step(partial(loss, cut=pieces(size)), pa.sgd(1.0), **knobs)
-    new, info = step(step.init(params), batch)
+    new, info = once(step, params, batch)
     assert info.applied
     want = torch.func.grad(lambda p: (t := loss(p, batch, whole)).total / t.weight)(params)
     for name, grad in want.items():

@@ -13,6 +13,7 @@ import pureaccum as pa
 from pureaccum.testing.strategies import KINDS, histories, pieces, reduction, seeds
 from tests.draws import examples
 from tests.networks import NETWORKS, ROWS, batch_of, loss_of, params_of
+from tests.problems import leaf
 from tests.rounding import UNIT, gamma
 
 
@@ -97,13 +98,10 @@ def backward(loss, params, batch):
     """The gradient as ``.backward()`` gives it: torch.func's differs in the last place of some
     derivatives (silu, group_norm), which it takes by formulas that can be differentiated again.
     """
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
-    values = list(leaves.values())
-    grads = torch.autograd.grad(loss(leaves, batch), values, allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if g is None else g
-        for (name, leaf), g in zip(params.items(), grads, strict=True)
-    }
+    leaves = {name: leaf(x) for name, x in params.items()}
+    knobs = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(loss(leaves, batch), [*leaves.values()], **knobs)
+    return dict(zip(params, grads, strict=True))
 
 
 def own_error(network, grads, seed):

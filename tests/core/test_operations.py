@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp
-from torch.overrides import TorchFunctionMode
 
 import pureaccum as pa
 from pureaccum._core.writes import WriteError, unguarded
@@ -22,6 +21,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.conftest import PROFILE
 from tests.core.operations import ROWS, draws, gradient_of_torch, losses_of_part, parts, seeded
 from tests.draws import generator
+from tests.problems import Functions, leaf
 
 
 pytestmark = [
@@ -63,13 +63,8 @@ def rows(loss):
 
 
 def captured(loss):
-    def of(p):
-        by = pa.microbatch(
-            lambda rows: loss(p, rows), microbatch_size=2, reduce="sum", batch_argnums=0
-        )
-        return by(ROWS) / 2
-
-    return of
+    knobs = {"microbatch_size": 2, "reduce": "sum", "batch_argnums": 0}
+    return lambda p: pa.microbatch(lambda rows: loss(p, rows), **knobs)(ROWS) / 2
 
 
 def value(loss):
@@ -85,7 +80,7 @@ def by_func(of):
 
 def by_backward(of):
     def way(loss, p):
-        leaves = [x.clone().requires_grad_() for x in p]
+        leaves = [leaf(x) for x in p]
         return gradients(of(loss)(leaves), leaves)
 
     return way
@@ -102,7 +97,7 @@ def forward_over_reverse(of):
 
 def reverse_over_reverse(of):
     def way(loss, p):
-        leaves = [x.clone().requires_grad_() for x in p]
+        leaves = [leaf(x) for x in p]
         grads = gradients(of(loss)(leaves), leaves, create_graph=True)
         pairs = zip(map(real, grads), map(real, direction(p)), strict=True)
         return gradients(torch.stack([(g * v).sum() for g, v in pairs]).sum(), leaves)
@@ -235,16 +230,11 @@ def size(x):
     return float(real(x).nan_to_num(0.0, 0.0, 0.0).norm())
 
 
-class Looking(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 @parts
 def test_a_function_mode_changes_no_bit(part):
     """``microbatch`` finds what is captured by such a mode, in the run that it uses."""
     for of in losses_of_part(part, *WRONG_WHERE_OBSERVED):
         expected = gradient_of_torch(of)
-        with Looking():
+        with Functions():
             came = gradient_of_torch(of)
         assert_trees_bitwise_equal(came, expected)
