@@ -8,7 +8,6 @@ reasons: it has no meaning, it would have to wait for the device, or torch canno
 """
 
 import itertools
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,14 +118,14 @@ ROWS, SIZE, RATE, MOMENTUM, SEED = 64, 16, 0.25, 0.5, 3
 BAD = 20  # the row with a NaN in it, where one is to be skipped
 
 
-def pairs() -> Iterator[tuple[str, str]]:
+def pairs():
     return itertools.combinations(FEATURES, 2)
 
 
 class Net(nn.Module):
     """Two layers, perhaps with BatchNorm between them, or before them where nothing comes of it."""
 
-    def __init__(self, features: set[str]) -> None:
+    def __init__(self, features):
         super().__init__()
         self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
         self.norm = nn.BatchNorm1d(8) if "batch norm" in features else nn.Identity()
@@ -137,7 +136,7 @@ class Net(nn.Module):
                 for name, x in [*part.named_buffers()] if part is not None else []:
                     setattr(part, name, x.float() if x.is_floating_point() else x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.seen is not None:
             x = x + 0.0 * self.seen(x)
         return self.last(self.norm(self.first(x)).tanh())
@@ -152,7 +151,7 @@ class Problem(NamedTuple):
     batch: dict[str, Tensor]
 
 
-def problem(features: set[str]) -> Problem:
+def problem(features):
     torch.manual_seed(0)
     net = Net(features)
     batch = {
@@ -166,7 +165,7 @@ def problem(features: set[str]) -> Problem:
     return Problem(net, params, dict(net.named_buffers()), batch)
 
 
-def takes_whole(features: set[str]) -> bool:
+def takes_whole(features):
     """Whether the loss itself takes the batch piece by piece."""
     return bool(features & {"inside", "batch norm"})
 
@@ -187,20 +186,20 @@ class Came(NamedTuple):
     microbatches: int
 
 
-def loss_of(features: set[str], net: Net) -> Callable[..., Any]:
-    knobs: dict[str, Any] = {}
+def loss_of(features, net):
+    knobs = {}
     if "batch norm" in features:
         knobs = {"microbatch_size": SIZE}
         if "group" in features:
             knobs["group"] = dist.group.WORLD
     fn = pa.functional(net, **knobs)
 
-    def forward(params: Any, x: Tensor, buffers: Any, keys: Tensor | None) -> Any:
+    def forward(params, x, buffers, keys):
         if keys is not None:
             x = pa.dropout(x, 0.25, keys)
         return fn.apply(params, buffers, x)
 
-    def out_of(params: Any, x: Tensor, buffers: Any, keys: Tensor | None) -> Any:
+    def out_of(params, x, buffers, keys):
         out, new = forward(params, x, buffers, keys)
         return (out, new) if buffers else (out, ())
 
@@ -208,14 +207,14 @@ def loss_of(features: set[str], net: Net) -> Callable[..., Any]:
         out_of, microbatch_size=SIZE, batch_argnums=(1, 3), reduce=("concat", "last")
     )
 
-    def loss(params: Any, batch: Any, buffers: Any = None, keys: Tensor | None = None) -> Any:
+    def loss(params, batch, buffers=None, keys=None):
         own = dict(net.named_buffers()) if buffers is None else buffers
         if "inside" in features:
             out, new = inside(params, batch["x"], own, keys)
         else:
             out, new = forward(params, batch["x"], own, keys)
         errors = ((out - batch["y"]) ** 2).mean(1)
-        value: Any = errors.mean()
+        value = errors.mean()
         if "weighted" in features:
             value = pa.Weighted((errors * batch["mask"]).sum(), batch["mask"].sum())
         rest = [new] if buffers is not None else []
@@ -227,8 +226,8 @@ def loss_of(features: set[str], net: Net) -> Callable[..., Any]:
     return loss
 
 
-def knobs_of(features: set[str], budget: int | None) -> dict[str, Any]:
-    knobs: dict[str, Any] = {
+def knobs_of(features, budget):
+    knobs = {
         "compile": {"compile": {"backend": "eager"}},
         "donate": {"donate": True},
         "noise": {"noise": True},
@@ -241,7 +240,7 @@ def knobs_of(features: set[str], budget: int | None) -> dict[str, Any]:
         "aux": {"has_aux": True},
         "group": {"group": dist.group.WORLD} if "group" in features else {},
     }
-    made: dict[str, Any] = {}
+    made = {}
     for name in features:
         for knob, value in knobs.get(name, {}).items():
             if knob in made:
@@ -254,16 +253,16 @@ def knobs_of(features: set[str], budget: int | None) -> dict[str, Any]:
     return made
 
 
-def optimizer_of(features: set[str]) -> Any:
+def optimizer_of(features):
     if "from_torch" in features:
         return pa.from_torch(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
     return pa.sgd(RATE, momentum=MOMENTUM)
 
 
-def trained(features: set[str], step: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+def trained(features, step, state, batch):
     """The state and what the last of two steps told, and the aux of its rows."""
-    info: Any = None
-    aux: Any = ()
+    info = None
+    aux = ()
     for _ in range(2):
         if "stream" not in features:
             state, info = step(state, batch)
@@ -287,7 +286,7 @@ def trained(features: set[str], step: Any, state: Any, batch: Any) -> tuple[Any,
     return state, info, aux
 
 
-def program(features: set[str]) -> Came:
+def program(features):
     """What the step with these features comes to."""
     net, params, buffers, batch = problem(features)
     budget = None
@@ -306,15 +305,15 @@ def program(features: set[str]) -> Came:
         batch = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in batch.items()}
     given = buffers if "buffers" in features else None
 
-    def train(params: Any) -> tuple[Any, Any, Any]:
+    def train(params):
         return trained(features, step, step.init(params, given, SEED), batch)
 
     if "raise" in features:
         check_raised(features, step, params, given, batch)
     if "grad" in features:
 
-        def moved(params: Any) -> Tensor:
-            return sum(x.square().sum() for x in train(params)[0].params.values())  # pyright: ignore
+        def moved(params):
+            return sum(x.square().sum() for x in train(params)[0].params.values())
 
         grad = torch.func.grad(moved)
         if "vmap" in features:
@@ -327,7 +326,7 @@ def program(features: set[str]) -> Came:
         members = [{k: s * x for k, x in params.items()} for s in (1.0, 1.5)]
         stacked = pa.stack([step.init(each, given, SEED) for each in members])
 
-        def of_one(state: Any) -> Any:
+        def of_one(state):
             return trained(features, step, state, batch)
 
         state, info, aux = torch.func.vmap(of_one)(stacked)
@@ -348,11 +347,11 @@ def program(features: set[str]) -> Came:
     )
 
 
-def check_raised(features: set[str], step: Any, params: Any, given: Any, batch: Any) -> None:
+def check_raised(features, step, params, given, batch):
     """A NaN in the batch is raised, under transforms too, and for one of several members."""
     bad = {**batch, "y": batch["y"] * torch.nan}
 
-    def loss(params: Any) -> Tensor:
+    def loss(params):
         state = step.init(params, given, SEED)
         return trained(features, step, state, bad)[1].loss
 
@@ -368,14 +367,14 @@ def check_raised(features: set[str], step: Any, params: Any, given: Any, batch: 
     raise AssertionError("a NaN went through nonfinite='raise'")
 
 
-def full(tree: Any) -> Any:
+def full(tree):
     return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
 
 
 # By hand ------------------------------------------------------------------------------------
 
 
-def rows_of_microbatches(features: set[str], count: int) -> list[list[int]]:
+def rows_of_microbatches(features, count):
     """Which rows each microbatch of a step has, of which there are so many."""
     rows = [*range(ROWS)]
     shares = [rows]
@@ -392,7 +391,7 @@ def rows_of_microbatches(features: set[str], count: int) -> list[list[int]]:
     return [share[i : i + size] for share in shares for i in range(0, len(share), size)]
 
 
-def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
+def by_hand(features, count, times=1.0):
     """What two steps come to in plain torch, with ``times`` the parameters to begin with."""
     net, params, buffers, batch = problem(features)
     params = {k: times * x for k, x in params.items()}
@@ -403,10 +402,10 @@ def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
         at = [rows for rows in at if BAD not in rows]
     kept = [i for rows in at for i in rows]
 
-    def copied(buffers: Any) -> Any:
+    def copied(buffers):
         return {k: x.clone() for k, x in buffers.items()}
 
-    def errors(params: Any, buffers: Any, rows: list[int], attempt: int) -> Tensor:
+    def errors(params, buffers, rows, attempt):
         part = {k: x[torch.tensor(rows, dtype=torch.int64)] for k, x in batch.items()}
         if "policy" in features:
             params = {k: x.float() for k, x in params.items()}
@@ -420,12 +419,12 @@ def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
 
     weights = batch["mask"] if "weighted" in features else torch.ones(ROWS).double()
 
-    def sums(params: Any, buffers: Any, rows: list[int], attempt: int) -> Tensor:
+    def sums(params, buffers, rows, attempt):
         its = errors(params, copied(buffers), rows, attempt)
         return (its * weights[rows].to(its.dtype)).sum().double()
 
-    def steps(params: Any) -> tuple[Any, Any, Any, Tensor, Tensor]:
-        velocity: Any = None
+    def steps(params):
+        velocity = None
         before = params
         held = {k: x.clone() for k, x in buffers.items()}
         loss = noise = torch.tensor(torch.nan).double()
@@ -434,7 +433,7 @@ def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
                 continue
             weight = weights[kept].sum()
 
-            def mean(params: Any, attempt: int = attempt, weight: Any = weight) -> Tensor:
+            def mean(params, attempt=attempt, weight=weight):
                 return sums(params, held, kept, attempt) / weight
 
             grads, loss = torch.func.grad_and_value(mean)(params)
@@ -448,14 +447,14 @@ def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
             before, params = params, {k: x - RATE * velocity[k] for k, x in params.items()}
         return params, before, held, loss, noise
 
-    def _noise(of: Any, params: Any) -> Tensor:
-        def flat(grads: Any) -> Tensor:
+    def _noise(of, params):
+        def flat(grads):
             return torch.cat([x.reshape(-1) for x in grads.values()])
 
         each = [flat(torch.func.grad(lambda p, rows=rows: of(p, rows))(params)) for rows in at]
         w = [weights[rows].sum() for rows in at]
         scatter = sum(g.square().sum() / n for g, n in zip(each, w, strict=True))
-        total = sum(each).square().sum() / sum(w)  # pyright: ignore
+        total = sum(each).square().sum() / sum(w)
         return (scatter - total) / (len(at) - 1) if len(at) > 1 else torch.tensor(torch.nan)
 
     one = torch.tensor(1.0)
@@ -465,7 +464,7 @@ def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
         zero = torch.tensor(0.0)
         return Came(torch.func.grad(moved)(params), {}, zero, applied, (), zero, zero, 0)
     new, before, held, loss, noise = steps(params)
-    aux: Any = ()
+    aux = ()
     if "aux" in features:
         mine = [*range(ROWS)]
         if "group" in features:
@@ -488,7 +487,7 @@ def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
     )
 
 
-def apart(came: Came, want: Came, features: set[str]) -> str:
+def apart(came, want, features):
     """Where what came is further off than rounding can be, in the dtype that was computed in."""
     bound = 2.0**-12 if "policy" in features else 2.0**-26
     for name, x, y in zip(came._fields, came, want, strict=True):
@@ -508,7 +507,7 @@ def apart(came: Came, want: Came, features: set[str]) -> str:
     return ""
 
 
-def wrong_with(features: set[str]) -> str:
+def wrong_with(features):
     """What two features do that they should not: nothing, "", if they come to the same."""
     came = program(features)
     if "vmap" not in features:
@@ -520,13 +519,13 @@ def wrong_with(features: set[str]) -> str:
     return ""
 
 
-def _member(i: int, x: Any) -> Any:
+def _member(i, x):
     return x[i] if isinstance(x, Tensor) and x.dim() else x
 
 
-def check(pair: tuple[str, ...]) -> None:
+def check(pair):
     """A pair works and is right, or is refused in the words of the table."""
-    refused = REFUSED.get(pair) or REFUSED.get(pair[::-1])  # pyright: ignore[reportArgumentType]
+    refused = REFUSED.get(pair) or REFUSED.get(pair[::-1])
     if refused is None:
         told = wrong_with({*pair})
         assert not told, f"{' and '.join(pair)}: {told}"
@@ -538,7 +537,7 @@ def check(pair: tuple[str, ...]) -> None:
 # The page -----------------------------------------------------------------------------------
 
 
-def page() -> str:
+def page():
     """The table, as a reader sees it."""
     names = [*FEATURES]
     reasons = list(dict.fromkeys(REFUSED.values()))

@@ -1,11 +1,7 @@
 """A step that compiles itself asks its loss first, in eager mode: what is refused has no graph."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
@@ -19,13 +15,13 @@ W = {"w": torch.tensor([0.5, -1.0, 0.25])}
 
 
 @pytest.fixture(autouse=True)
-def _nobody_was_asked() -> None:
+def _nobody_was_asked():
     """Calls are counted for each loss, and losses of two tests are one if their code is."""
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+    coupling._answers.clear()
     torch.compiler.reset()
 
 
-def rows(n: int, *bad: int) -> dict[str, Tensor]:
+def rows(n, *bad):
     """Rows, of which some count twice."""
     x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
     mask = torch.ones(n)
@@ -33,15 +29,15 @@ def rows(n: int, *bad: int) -> dict[str, Tensor]:
     return {"x": x, "mask": mask}
 
 
-def fits(params: Any, batch: Any) -> Tensor:
+def fits(params, batch):
     return ((batch["x"] @ params["w"]) ** 2).mean()
 
 
-def masked(params: Any, batch: Any) -> Tensor:
+def masked(params, batch):
     return ((batch["x"] @ params["w"]) ** 2 * batch["mask"]).sum() / batch["mask"].sum()
 
 
-def standardised(params: Any, batch: Any) -> Tensor:
+def standardised(params, batch):
     x = batch["x"]
     return (((x - x.mean(0)) @ params["w"]) ** 2).mean()
 
@@ -49,15 +45,15 @@ def standardised(params: Any, batch: Any) -> Tensor:
 class Graphs:
     """A compiler that counts what it is given, and changes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def __call__(self, graph: Any, _: Any) -> Callable[..., Any]:
+    def __call__(self, graph, _):
         self.count += 1
         return graph.forward
 
 
-def made(loss: Any, **knobs: Any) -> tuple[Any, Any, Graphs]:
+def made(loss, **knobs):
     graphs = Graphs()
     step = pa.make_step(loss, pa.sgd(0.1), compile={"backend": graphs}, **knobs)
     return step, step.init(W), graphs
@@ -65,7 +61,7 @@ def made(loss: Any, **knobs: Any) -> tuple[Any, Any, Graphs]:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("loss", [masked, standardised], ids=lambda loss: loss.__name__)
-def test_what_is_refused_is_not_compiled(loss: Any, donate: bool) -> None:
+def test_what_is_refused_is_not_compiled(loss, donate):
     step, state, graphs = made(loss, microbatch_size=SIZE, donate=donate)
     batch = rows(12, 0, 1, 5)
     with unchanged(state, batch), pytest.raises(CoupledLossError):
@@ -74,7 +70,7 @@ def test_what_is_refused_is_not_compiled(loss: Any, donate: bool) -> None:
     assert_trees_bitwise_equal(state.params, W)
 
 
-def test_a_stream_that_is_refused_is_not_compiled() -> None:
+def test_a_stream_that_is_refused_is_not_compiled():
     step, state, graphs = made(lambda params, batch: masked(params, batch))
     window = step.begin(state)
     with unchanged(state, window), pytest.raises(CoupledLossError):
@@ -82,8 +78,8 @@ def test_a_stream_that_is_refused_is_not_compiled() -> None:
     assert graphs.count == 0
 
 
-def test_a_stream_of_a_loss_that_was_watched_before_is_asked() -> None:
-    def loss(params: Any, batch: Any) -> Tensor:
+def test_a_stream_of_a_loss_that_was_watched_before_is_asked():
+    def loss(params, batch):
         return masked(params, batch)
 
     plain = pa.make_step(loss, pa.sgd(0.1), microbatch_size=SIZE, check=False)
@@ -95,7 +91,7 @@ def test_a_stream_of_a_loss_that_was_watched_before_is_asked() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_it_is_refused_again(stream: bool) -> None:
+def test_it_is_refused_again(stream):
     step, state, graphs = made(masked, microbatch_size=None if stream else SIZE)
     batch = rows(12, 0)
     for _ in range(4):
@@ -105,7 +101,7 @@ def test_it_is_refused_again(stream: bool) -> None:
 
 
 @pytest.mark.slow
-def test_unasked_it_compiles_and_trains_on_what_a_step_without_graphs_does() -> None:
+def test_unasked_it_compiles_and_trains_on_what_a_step_without_graphs_does():
     step, state, graphs = made(masked, microbatch_size=SIZE, check=False)
     plain = pa.make_step(masked, pa.sgd(0.1), microbatch_size=SIZE, check=False)
     batch = rows(12, 0, 1, 5)
@@ -116,7 +112,7 @@ def test_unasked_it_compiles_and_trains_on_what_a_step_without_graphs_does() -> 
 
 
 @pytest.mark.slow
-def test_asking_changes_no_bit_and_no_graph() -> None:
+def test_asking_changes_no_bit_and_no_graph():
     results = []
     for check in (True, False):
         torch.compiler.reset()
@@ -129,7 +125,7 @@ def test_asking_changes_no_bit_and_no_graph() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bad", "call"), [(0, 1), (4, 2), (8, 4)])
-def test_another_microbatch_is_asked_at_calls_two_and_four(bad: int, call: int) -> None:
+def test_another_microbatch_is_asked_at_calls_two_and_four(bad, call):
     step, state, _ = made(masked, microbatch_size=SIZE)
     for _ in range(call - 1):
         state, _ = step(state, rows(12, bad))
@@ -139,7 +135,7 @@ def test_another_microbatch_is_asked_at_calls_two_and_four(bad: int, call: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 12, 20])
-def test_rows_that_are_not_cut_are_not_asked_about(size: int | None) -> None:
+def test_rows_that_are_not_cut_are_not_asked_about(size):
     step, state, _ = made(standardised, microbatch_size=size)
     for _ in range(2):
         state, info = step(state, rows(12))

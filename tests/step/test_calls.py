@@ -7,10 +7,7 @@ call of one.
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -27,18 +24,18 @@ NET = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Line
 FN = pa.functional(NET)
 
 
-def plain(params: Any, batch: Any) -> torch.Tensor:
+def plain(params, batch):
     return (batch["x"] @ params["w"] - batch["y"]).square().mean()
 
 
-def network(params: Any, batch: Any) -> torch.Tensor:
+def network(params, batch):
     return (FN.apply(params, FN.buffers, batch["x"])[0] - batch["y"]).square().mean()
 
 
-def calls(run: Callable[[], object]) -> int:
+def calls(run):
     found = 0
 
-    def profile(frame: FrameType, event: str, _: object) -> None:
+    def profile(frame, event, _):
         nonlocal found
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(HOUSE):
@@ -67,7 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_over_four_microbatches_calls_no_more_functions_than_this(name: str) -> None:
+def test_a_step_over_four_microbatches_calls_no_more_functions_than_this(name):
     loss, params, optimizer, knobs, ceiling = CASES[name]
     step = pa.make_step(loss, optimizer, microbatch_size=8, **knobs)
     state = step.init(params)
@@ -76,16 +73,16 @@ def test_a_step_over_four_microbatches_calls_no_more_functions_than_this(name: s
     assert calls(lambda: step(state, BATCH)) <= ceiling
 
 
-def layers(count: int, by: str) -> Callable[[], object]:
+def layers(count, by):
     """The primitive over four microbatches, each of some layers, and what is asked of it."""
     rows, w = BATCH["x"], torch.ones(8, 8, requires_grad=True)
 
-    def of(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def of(w, x):
         for _ in range(count):
             x = torch.tanh(x @ w)
         return x
 
-    def captured(x: torch.Tensor) -> torch.Tensor:
+    def captured(x):
         return of(w, x)
 
     micro = pa.microbatch(of, microbatch_size=8)
@@ -108,9 +105,9 @@ PRIMITIVE = {
 
 
 @pytest.mark.parametrize("by", PRIMITIVE)
-def test_the_primitive_calls_no_more_functions_for_more_operations(by: str) -> None:
+def test_the_primitive_calls_no_more_functions_for_more_operations(by):
     """Nothing of ours runs for an operation of a microbatched function."""
-    found: list[int] = []
+    found = []
     for count in (1, 20):
         run = layers(count, by)
         for _ in range(2):
@@ -122,20 +119,20 @@ def test_the_primitive_calls_no_more_functions_for_more_operations(by: str) -> N
 class Operations(TorchDispatchMode):
     """Counts operations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Count one, and run it."""
         self.count += 1
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_that_is_differentiated_costs_little_more_than_its_formula() -> None:
+def test_a_step_that_is_differentiated_costs_little_more_than_its_formula():
     """On the host numbers can be read under ``grad``: nothing is selected where all is finite."""
 
-    def by_formula(lr: torch.Tensor) -> torch.Tensor:
+    def by_formula(lr):
         params, momentum = FN.params, {key: torch.zeros_like(x) for key, x in FN.params.items()}
         for _ in range(5):
             grads = torch.func.grad(network)(params, BATCH)
@@ -143,14 +140,14 @@ def test_a_step_that_is_differentiated_costs_little_more_than_its_formula() -> N
             params = {key: params[key] - lr * momentum[key] for key in params}
         return network(params, BATCH)
 
-    def by_steps(lr: torch.Tensor) -> torch.Tensor:
+    def by_steps(lr):
         step = pa.make_step(network, pa.sgd(lr, momentum=0.9))
         state = step.init(FN.params)
         for _ in range(5):
             state, _ = step(state, BATCH)
         return network(state.params, BATCH)
 
-    found: list[int] = []
+    found = []
     for run in by_formula, by_steps:
         grad = torch.func.grad(run)
         grad(torch.tensor(0.1))
@@ -160,7 +157,7 @@ def test_a_step_that_is_differentiated_costs_little_more_than_its_formula() -> N
     assert found[1] <= 1.5 * found[0], found
 
 
-def test_a_vmap_of_steps_selects_nothing_where_all_members_are_applied() -> None:
+def test_a_vmap_of_steps_selects_nothing_where_all_members_are_applied():
     """What members have in common is read once for all, on the host."""
     step = pa.make_step(network, pa.adamw(), microbatch_size=8)
     states = pa.stack([step.init(FN.params) for _ in range(3)])
@@ -172,7 +169,7 @@ def test_a_vmap_of_steps_selects_nothing_where_all_members_are_applied() -> None
     assert operations.count <= (360 if VERSION < (2, 15) else 364)
 
 
-def test_the_gradients_of_samples_are_watched_once_and_not_at_every_call() -> None:
+def test_the_gradients_of_samples_are_watched_once_and_not_at_every_call():
     """A loss that is made anew from the user's for each call is still the user's."""
     params, rows = {"w": torch.ones(8)}, torch.ones(16, 8)
     grad = pa.per_sample_grad(lambda params, x: (params["w"] @ x).square())

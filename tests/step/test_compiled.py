@@ -4,8 +4,7 @@ In float64, to the bound of ``test_step.py``. Most graphs are run as they are tr
 ``"eager"``): what the tracing leaves out or takes for constant is what can go wrong here.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import pytest
@@ -32,21 +31,21 @@ pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
 EAGER = {"backend": "eager"}
 
 
-def pair(loss: Any, optimizer: Any, **knobs: Any) -> tuple[Any, Any]:
+def pair(loss, optimizer, **knobs):
     """A step that compiles itself, and the same one that does not."""
     knobs = {"microbatch_size": 2, "compile": EAGER} | knobs
     ours = pa.make_step(loss, optimizer, **knobs)
     return ours, pa.make_step(loss, optimizer, **knobs | {"compile": False, "donate": False})
 
 
-def real(tree: Any) -> Any:
+def real(tree):
     """``assert_close`` knows no complex numbers."""
     return optree.tree_map(
         lambda x: torch.view_as_real(x) if x.is_complex() else x, tree, namespace="pureaccum"
     )
 
 
-def alike(ours: Any, eager: Any, state: Any, batches: list[Any]) -> Any:
+def alike(ours, eager, state, batches):
     """Some steps of both; a step that is not applied leaves every bit as it was."""
     mine = other = state
     info = None
@@ -60,7 +59,7 @@ def alike(ours: Any, eager: Any, state: Any, batches: list[Any]) -> Any:
     return mine, info
 
 
-def poisoned(batch: Any, rows: Any) -> Any:
+def poisoned(batch, rows):
     bad = batch | {"y": batch["y"].clone()}
     bad["y"][list(rows)] = torch.nan
     return bad
@@ -69,7 +68,7 @@ def poisoned(batch: Any, rows: Any) -> Any:
 # Everything at once -----------------------------------------------------------------------
 
 
-def token_loss(params: Any, batch: Any, keys: Tensor) -> Any:
+def token_loss(params, batch, keys):
     x = pa.dropout(batch["x"], 0.5, keys)
     out = torch.tanh(x @ params["w"] + params["b"])
     error = ((out - batch["y"]) ** 2).sum(-1)
@@ -106,9 +105,7 @@ FULL = pair(
 @example(0, [{0}, set(range(7)), set()], {0, 1})
 @example(1, [{6}, set()], set(range(7)))
 @example(2, [{2, 6}], {2, 3})
-def test_a_step_with_scales_masks_and_keys_is_the_eager_one(
-    seed: int, bad: Any, masked: Any
-) -> None:
+def test_a_step_with_scales_masks_and_keys_is_the_eager_one(seed, bad, masked):
     """Bad microbatches come and go, some weigh nothing, and what is dropped is what eager drops."""
     mask = torch.ones(7, dtype=torch.float64)
     mask[list(masked)] = 0
@@ -120,7 +117,7 @@ def test_a_step_with_scales_masks_and_keys_is_the_eager_one(
 
 
 @pytest.mark.slow
-def test_a_step_with_large_gradients_is_the_eager_one() -> None:
+def test_a_step_with_large_gradients_is_the_eager_one():
     """One graph for each microbatch, and one that applies them."""
     ours, eager = pair(
         token_loss,
@@ -145,12 +142,12 @@ def test_a_step_with_large_gradients_is_the_eager_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("buffers", ["sequential", "pooled"])
-def test_buffers_of_a_compiled_step_are_those_of_the_eager_one(buffers: Any) -> None:
+def test_buffers_of_a_compiled_step_are_those_of_the_eager_one(buffers):
     """In a scan; then a batch that is not applied, which leaves them as they were."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
     fn = pa.functional(module)
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         out, new_buffers = fn.apply(params, buffers, batch["x"])
         return ((out - batch["y"]) ** 2).sum(-1).mean(), (new_buffers, out)
 
@@ -169,7 +166,7 @@ class Ends(NamedTuple):
     bias: Tensor
 
 
-def odd_loss(params: Any, batch: Any) -> Tensor:
+def odd_loss(params, batch):
     w, ends = params["a"]
     out = (batch["x"][0] @ w.real) * ends.scale + batch["power"] * ends.bias
     picked = params["emb"][batch["index"]]
@@ -178,7 +175,7 @@ def odd_loss(params: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.slow
-def test_parameters_may_be_complex_0d_and_nested() -> None:
+def test_parameters_may_be_complex_0d_and_nested():
     """In place, where tensors without dimensions are a case of their own: three steps."""
     ours, eager = pair(
         odd_loss,
@@ -197,7 +194,7 @@ def test_parameters_may_be_complex_0d_and_nested() -> None:
     }
     index = torch.tensor([0, 1, 1, 4, 0, 2, 4, 3, 3])
 
-    def batch(i: int) -> Any:
+    def batch(i):
         b = make_batch(i, 9)
         return {"x": (b["x"],), "y": b["y"], "index": index, "none": None, "power": 2 + i}
 
@@ -209,7 +206,7 @@ def test_parameters_may_be_complex_0d_and_nested() -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_may_compute_in_bfloat16() -> None:
+def test_a_loss_may_compute_in_bfloat16():
     """Not grouped, so the operations are the same ones, and as close as any."""
     policy = pa.Policy(param=torch.float64, compute=torch.bfloat16)
     ours, eager = pair(loss, pa.sgd(0.1), policy=policy, nonfinite="skip")
@@ -219,17 +216,17 @@ def test_a_loss_may_compute_in_bfloat16() -> None:
 # What is compiled anew --------------------------------------------------------------------
 
 
-def counting() -> tuple[dict[str, Any], list[int]]:
-    graphs: list[int] = []
+def counting():
+    graphs = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(len(graphs))
         return graph.forward
 
     return {"backend": backend}, graphs
 
 
-def scaled(params: Any, batch: Any) -> Tensor:
+def scaled(params, batch):
     value = loss(params, batch)
     return value * params["table"][0, 0] if "table" in params else value
 
@@ -246,9 +243,7 @@ def scaled(params: Any, batch: Any) -> Tensor:
         ("loop", 12, [*range(50, 60), *range(62, 72)], 4),
     ],
 )
-def test_twenty_sizes_are_a_handful_of_graphs(
-    form: str, size: Any, rows: list[int], most: int
-) -> None:
+def test_twenty_sizes_are_a_handful_of_graphs(form, size, rows, most):
     """A second round adds none. (Nine numbers of rows in the tail are more than torch's limit.)"""
     settings, graphs = counting()
     table = {"table": torch.ones(600_000, 2, dtype=torch.float64)} if form == "loop" else {}
@@ -268,7 +263,7 @@ def test_twenty_sizes_are_a_handful_of_graphs(
 
 
 @pytest.mark.slow
-def test_ragged_streams_and_other_states_add_no_graphs() -> None:
+def test_ragged_streams_and_other_states_add_no_graphs():
     """Three for the microbatches (some number of rows, one, any) and one that applies."""
     settings, graphs = counting()
     ours, eager = pair(
@@ -303,7 +298,7 @@ def test_ragged_streams_and_other_states_add_no_graphs() -> None:
 
 
 @pytest.mark.slow
-def test_many_steps_of_one_loss_all_compile() -> None:
+def test_many_steps_of_one_loss_all_compile():
     """torch counts recompilations by the code of a function, up to a limit, here a small one."""
     settings, graphs = counting()
     state = pa.make_step(loss, pa.sgd(0.1)).init(make_params())
@@ -317,34 +312,34 @@ def test_many_steps_of_one_loss_all_compile() -> None:
 class Switched(nn.Module):
     factor = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(2).double()
         self.register_buffer("shift", torch.zeros(2).double())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.norm(x) * (2.0 if self.training else 1.0) * self.factor + self.shift
 
 
 @pytest.mark.slow
-def test_what_a_loss_captures_may_change() -> None:
+def test_what_a_loss_captures_may_change():
     """The next step sees it; compiled anew or not, nothing of the user's is taken for constant."""
     module = Switched().requires_grad_(False)
-    held: dict[str, Any] = {"number": 1.0, "tensor": torch.ones(2).double()}
+    held = {"number": 1.0, "tensor": torch.ones(2).double()}
     rebound = torch.ones(2).double()
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         out = module(batch["x"] @ params["w"] + params["b"]) * held["tensor"] * rebound
         return ((out - batch["y"]) ** 2).mean() * held["number"]
 
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
     state, batch = ours.init(make_params()), make_batch()
 
-    def rebind() -> None:
+    def rebind():
         nonlocal rebound
         rebound = torch.full((2,), 3.0, dtype=torch.float64)
 
-    changes: dict[str, Callable[[], Any]] = {
+    changes = {
         "first": lambda: None,
         "eval": module.eval,
         "a tensor in place": lambda: held["tensor"].mul_(3),
@@ -353,7 +348,7 @@ def test_what_a_loss_captures_may_change() -> None:
         "a tensor": lambda: held.update(tensor=torch.full((2,), 0.5, dtype=torch.float64)),
         "a variable": rebind,
     }
-    seen: list[float] = []
+    seen = []
     for name, change in changes.items():
         change()
         got, want = ours(state, batch), eager(state, batch)
@@ -368,19 +363,19 @@ def test_what_a_loss_captures_may_change() -> None:
 # Where it runs ----------------------------------------------------------------------------
 
 
-def test_under_transforms_it_is_the_ordinary_step() -> None:
+def test_under_transforms_it_is_the_ordinary_step():
     settings, graphs = counting()
     ours, eager = pair(loss, pa.sgd(0.1), compile=settings)
     state, batch = ours.init(make_params()), make_batch()
     many = stacked([ours.init(make_params(i)) for i in range(2)])
     assert_close(*(torch.func.vmap(s, (0, None))(many, batch) for s in (ours, eager)))
 
-    def after(step: Any) -> Callable[[Any], Tensor]:
+    def after(step):
         return lambda params: loss(step(state._replace(params=params), batch)[0].params, batch)
 
     assert_close(*(torch.func.grad(after(s))(make_params()) for s in (ours, eager)))
 
-    def streamed(step: Any) -> Callable[[Any], Any]:
+    def streamed(step):
         return lambda s: step.apply(s, step.update(s, step.begin(s), batch))
 
     assert_close(*(torch.func.vmap(streamed(s))(many) for s in (ours, eager)))
@@ -390,7 +385,7 @@ def test_under_transforms_it_is_the_ordinary_step() -> None:
     assert not graphs
 
 
-def test_nothing_changes_but_what_is_returned() -> None:
+def test_nothing_changes_but_what_is_returned():
     """Also by the first call, which tries the loss out and compiles it."""
     ours, _ = pair(loss, pa.adamw(0.1))
     params, batch = make_params(), make_batch(0, 7)
@@ -408,7 +403,7 @@ def test_nothing_changes_but_what_is_returned() -> None:
 @pytest.mark.parametrize(
     "mode", [torch.inference_mode, pytest.param(torch.no_grad, marks=pytest.mark.slow)]
 )
-def test_a_stream_may_run_in_any_mode(mode: Any) -> None:
+def test_a_stream_may_run_in_any_mode(mode):
     """What is cloned in between is no inference tensor."""
     ours, eager = pair(lambda p, b: (p["w"] ** 2).sum() * b["x"].mean(), pa.sgd(0.1))
     state, batch = ours.init(make_params()), make_batch()
@@ -420,7 +415,7 @@ def test_a_stream_may_run_in_any_mode(mode: Any) -> None:
 
 
 @pytest.mark.slow
-def test_autocast_around_a_compiled_step_is_seen_or_refused() -> None:
+def test_autocast_around_a_compiled_step_is_seen_or_refused():
     """Without its cache a graph sees it; with it, it is refused as by the eager step."""
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
     state, batch = (
@@ -446,7 +441,7 @@ def test_autocast_around_a_compiled_step_is_seen_or_refused() -> None:
                 call()
 
 
-def test_the_form_can_be_read_off() -> None:
+def test_the_form_can_be_read_off():
     ours, eager = pair(loss, pa.sgd(0.1))
     state = ours.init(make_params())
     forms = [ours.form(state, make_batch(0, n)) for n in (1, 2, 3, 4, 9)]

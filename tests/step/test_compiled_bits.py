@@ -5,14 +5,12 @@ with many batches: a graph costs seconds, and a call of it nothing.
 """
 
 from functools import cache
-from typing import Any
 
 import optree
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -38,14 +36,14 @@ ROWS = {"scan": (7, 11), "unrolled": (7,), "loop": (11, 12)}
 LOSS = {loss.name: loss for loss in LOSSES}
 
 
-def padded(params: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+def padded(params, rows):
     emb = torch.zeros(rows, 4)
     emb[:5] = params["emb"]
     return params | {"emb": emb}
 
 
 @cache
-def steps(kind: str, settings: Any = "eager", **knobs: Any) -> tuple[Any, Any]:
+def steps(kind, settings="eager", **knobs):
     """A step that compiles itself and the same one that does not; one pair for all examples."""
     loss = LOSS[kind]
     settings = settings if settings is True else {"backend": settings}
@@ -63,11 +61,11 @@ def steps(kind: str, settings: Any = "eager", **knobs: Any) -> tuple[Any, Any]:
     return ours, eager
 
 
-def updated(params: Any, grads: Any) -> Any:
+def updated(params, grads):
     return optree.tree_map(lambda p, g: p - LR * g, params, grads)
 
 
-def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager") -> None:
+def check(kind, form, params, batch, settings="eager"):
     ours, eager = steps(kind, settings)
     state = ours.init(params)
     assert ours.form(state, batch) == form
@@ -90,13 +88,13 @@ def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager"
         pytest.param("mean", "loop", marks=pytest.mark.slow),
     ],
 )
-def test_every_form_is_the_full_batch_update(kind: str, form: str) -> None:
+def test_every_form_is_the_full_batch_update(kind, form):
     """Ragged tails too; where nothing is large all microbatches of a plain loss go together."""
 
     @examples(1 / 5)
     @given(seeds(), st.sampled_from(ROWS[form]), st.booleans())
     @example(0, ROWS[form][-1], False)
-    def run(seed: int, rows: int, masked: bool) -> None:
+    def run(seed, rows, masked):
         batch = make_batch(seed, rows)
         if masked:  # of a weighted loss, whole microbatches
             batch["mask"][2:6] = 0
@@ -106,7 +104,7 @@ def test_every_form_is_the_full_batch_update(kind: str, form: str) -> None:
 
 
 @pytest.mark.slow
-def test_by_inductor_a_step_is_the_full_batch_update() -> None:
+def test_by_inductor_a_step_is_the_full_batch_update():
     """The default compiler; twice, since the second call takes what the first has made."""
     for seed in (0, 1):
         check("weighted", "scan", make_params(seed), make_batch(seed, 11), settings=True)
@@ -124,8 +122,8 @@ def test_by_inductor_a_step_is_the_full_batch_update() -> None:
 @example(torch.nan, set(range(11)), False, 0)
 @example(torch.inf, {10}, False, 0)  # in the tail
 def test_skipped_microbatches_and_those_without_weight_are_the_eager_step_s(
-    number: float, bad: set[int], masked: bool, seed: int
-) -> None:
+    number, bad, masked, seed
+):
     """Of a loss that is NaN where all is masked; counts, weights and bits are the eager step's."""
     ours, eager = steps("weighted", nonfinite="skip")
     params, batch = make_params(seed), make_batch(seed, 11)
@@ -144,7 +142,7 @@ def test_skipped_microbatches_and_those_without_weight_are_the_eager_step_s(
         assert_trees_bitwise_equal(new[:3], state[:3])
 
 
-def without_weight(batch: Any) -> set[int]:
+def without_weight(batch):
     return {i for i, mask in enumerate(batch["mask"].split(2)) if mask.sum() == 0}
 
 
@@ -154,7 +152,7 @@ HOW = {"all": "concat", "sum": "sum", "mean": "mean", "last": "last", "each": "s
 HOW |= {"rows": "sum", "word": "last"}  # a number, and what is none
 
 
-def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
+def with_aux(params, batch, keys=None):
     """Aux of any kind, finite where the loss is not."""
     seen = batch["mask"] if keys is None else pa.dropout(batch["mask"].float(), 0.5, keys)
     total = (seen * row_losses(params, batch)).sum()
@@ -170,9 +168,9 @@ def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
     ("form", "nonfinite", "keys"),
     [("scan", "propagate", False), ("scan", "skip", True), ("loop", "skip", False)],
 )
-def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, keys: bool) -> None:
+def test_aux_of_every_kind_is_that_of_the_eager_step(form, nonfinite, keys):
     """Whole and ragged batches, of which some microbatches are bad, the last among them."""
-    knobs: dict[str, Any] = {"has_aux": True, "aux_reduction": HOW, "keys": keys}
+    knobs = {"has_aux": True, "aux_reduction": HOW, "keys": keys}
     ours, eager = (
         pa.make_step(
             with_aux, pa.sgd(LR), microbatch_size=2, nonfinite=nonfinite, compile=c, **knobs
@@ -185,7 +183,7 @@ def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, 
     @example(0, 11, {10})  # the tail
     @example(0, 11, {3})
     @example(0, 10, {9})  # the last of some whole ones
-    def run(seed: int, rows: int, bad: set[int]) -> None:
+    def run(seed, rows, bad):
         params = make_params(seed)
         if form == "loop":
             params["large"] = torch.zeros(2**21 + 1)
@@ -206,21 +204,21 @@ def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, 
 WIDE = 40_000  # what two microbatches keep may be kept together, and that of four may not
 
 
-def wide_loss(params: Any, batch: Any, keys: Tensor | None = None) -> Tensor:
+def wide_loss(params, batch, keys=None):
     x = batch["x"] if keys is None else pa.dropout(batch["x"], 0.5, keys)  # 0 or doubled: exact
     return ((x * params["w"]) ** 2).sum(-1).mean()  # at most 16 * WIDE a row
 
 
-GRAPHS: list[str] = []
+GRAPHS = []
 
 
-def reading(graph: Any, inputs: Any) -> Any:
+def reading(graph, inputs):
     GRAPHS.append(graph.print_readable(print_output=False))
     return graph.forward
 
 
 @pytest.mark.slow
-def test_groups_and_what_is_left_of_them_are_counted() -> None:
+def test_groups_and_what_is_left_of_them_are_counted():
     """In a scan of groups of two; of a batch that is poisoned in one place the count is known."""
     ours, eager = (
         pa.make_step(wide_loss, pa.sgd(2.0**-10), microbatch_size=2, compile=c)
@@ -239,7 +237,7 @@ def test_groups_and_what_is_left_of_them_are_counted() -> None:
 
 
 @pytest.mark.slow
-def test_groups_of_microbatches_get_their_own_keys_and_weights() -> None:
+def test_groups_of_microbatches_get_their_own_keys_and_weights():
     """Seven are three groups of two, in a scan, and one that is left; then there is a tail."""
     step, eager = (
         pa.make_step(
@@ -272,13 +270,13 @@ def test_groups_of_microbatches_get_their_own_keys_and_weights() -> None:
     assert_trees_bitwise_equal(new.params, state.params)
 
 
-def test_an_overflow_in_a_group_lowers_the_loss_scale() -> None:
+def test_an_overflow_in_a_group_lowers_the_loss_scale():
     """Of a loss that is inf where its gradient is finite."""
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return (w * x[:, 0]).sum() + x[:, 1].sum()
 
-    knobs: dict[str, Any] = {
+    knobs = {
         "microbatch_size": 2,
         "reduction": "sum",
         "loss_scale": pa.dynamic_loss_scale(8.0),
@@ -297,14 +295,14 @@ def test_an_overflow_in_a_group_lowers_the_loss_scale() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_stream_is_the_full_batch_update(donate: bool) -> None:
+def test_a_stream_is_the_full_batch_update(donate):
     """In microbatches of any size; a window that was not donated can be gone on with."""
     ours, eager = steps("weighted", "aot_eager" if donate else "eager", donate=donate)
 
     @examples(1 / 5)
     @given(seeds(), st.lists(st.sampled_from([0, 2, 3]), min_size=1, max_size=3))
     @example(0, [2, 3, 0])
-    def run(seed: int, sizes: list[int]) -> None:
+    def run(seed, sizes):
         params, batch = make_params(seed), make_batch(seed, sum(sizes))
         state = ours.init(params)
         window = ours.begin(state)
@@ -322,10 +320,10 @@ def test_a_stream_is_the_full_batch_update(donate: bool) -> None:
     run()
 
 
-def cut(batch: Any, sizes: list[int]) -> list[Any]:
+def cut(batch, sizes):
     parts = {name: x.split(sizes) for name, x in batch.items()}
     return [{name: parts[name][i] for name in batch} for i in range(len(sizes))]
 
 
-def copied(tree: Any) -> Any:
+def copied(tree):
     return optree.tree_map(torch.clone, tree, namespace="pureaccum")

@@ -4,12 +4,9 @@ LoRA, a layer, a teacher that is frozen as a whole: the numbers are those withou
 after what is frozen has changed, and under a vmap of the parameters the refusal is the same.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
 
 import pureaccum as pa
@@ -23,48 +20,48 @@ slow = pytest.mark.slow
 
 
 class Lora(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base = nn.Linear(4, 4).requires_grad_(False)
         self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + x @ self.a @ self.b
 
 
-def layered() -> nn.Sequential:
+def layered():
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     net[0].requires_grad_(False)
     return net
 
 
-def distilled() -> tuple[Any, dict[str, Tensor], nn.Module]:
+def distilled():
     student, teacher = pa.functional(nn.Linear(4, 4).double()), layered().double()
     fn = pa.functional(teacher.requires_grad_(False))
 
-    def loss(p: Any, x: Tensor, **_: Any) -> Tensor:
+    def loss(p, x, **_):
         want, _ = fn.apply({}, fn.buffers, x.double())  # a policy casts what is given alone
         return (student.apply(p, (), x)[0] - want.to(x.dtype)).square().mean()
 
     return loss, student.params, teacher
 
 
-def of(net: nn.Module) -> tuple[Any, dict[str, Tensor], nn.Module]:
+def of(net):
     fn = pa.functional(net.double())
 
-    def loss(p: Any, x: Tensor, **_: Any) -> Tensor:
+    def loss(p, x, **_):
         return fn.apply(p, fn.buffers, x)[0].square().mean()
 
     return loss, fn.params, net
 
 
-NETS: dict[str, Callable[[], tuple[Any, dict[str, Tensor], nn.Module]]] = {
+NETS = {
     "LoRA": lambda: of(nn.Sequential(Lora(), nn.GELU(), Lora())),
     "a layer": lambda: of(layered()),
     "a teacher": distilled,
 }
 BF16 = pa.Policy(param=torch.float64, compute=torch.bfloat16)
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "scan": {},
     "unrolled": {"microbatch_size": None},
     "stream": {},
@@ -91,7 +88,7 @@ PAIRS = {
         for i, f in enumerate(forms)
     ],
 )
-def test_a_step_over_what_is_frozen_in_part_is_the_eager_one(name: str, form: str) -> None:
+def test_a_step_over_what_is_frozen_in_part_is_the_eager_one(name, form):
     """And the module is as it was."""
     loss, params, net = NETS[name]()
     ours, eager = pair(loss, pa.adamw(0.01), **FORMS[form])
@@ -112,20 +109,20 @@ def test_a_step_over_what_is_frozen_in_part_is_the_eager_one(name: str, form: st
 # What is frozen may change ------------------------------------------------------------------------
 
 
-def in_place(net: Any) -> None:
+def in_place(net):
     with torch.no_grad():
         net[0].weight.mul_(2)
 
 
-def data(net: Any) -> None:
+def data(net):
     net[0].weight.data = net[0].weight.data * 2
 
 
-def loaded(net: Any) -> None:
+def loaded(net):
     net.load_state_dict({k: 2 * x for k, x in net.state_dict().items()})
 
 
-def replaced(net: Any) -> None:
+def replaced(net):
     net[0].weight = nn.Parameter(2 * net[0].weight.detach(), requires_grad=False)
 
 
@@ -140,7 +137,7 @@ CHANGES = {"in place": in_place, "data": data, "loaded": loaded, "replaced": rep
         for c in CHANGES
     ],
 )
-def test_what_is_frozen_is_what_the_module_holds_now(name: str, change: str) -> None:
+def test_what_is_frozen_is_what_the_module_holds_now(name, change):
     """As for a teacher that is an average; only eager code can see that another object is there."""
     loss, params, net = NETS[name]()
     settings, graphs = counting()
@@ -169,12 +166,12 @@ def test_what_is_frozen_is_what_the_module_holds_now(name: str, change: str) -> 
 
 
 @slow
-def test_what_is_put_into_frozen_is_taken() -> None:
+def test_what_is_put_into_frozen_is_taken():
     """As an average that is made anew at every step."""
     settings, graphs = counting()
     fn = pa.functional(net := layered().double())
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return fn.apply(p, (), x)[0].square().mean()
 
     ours, eager = pair(loss, pa.sgd(0.01), microbatch_size=None, compile=settings)
@@ -194,14 +191,14 @@ def test_what_is_put_into_frozen_is_taken() -> None:
 @pytest.mark.parametrize(
     ("part", "words"), [(0, "0.weight was frozen"), (2, "2.weight was trained")]
 )
-def test_to_freeze_or_unfreeze_later_is_refused_in_a_graph_too(part: int, words: str) -> None:
+def test_to_freeze_or_unfreeze_later_is_refused_in_a_graph_too(part, words):
     """In whichever form."""
     loss, params, net = NETS["a layer"]()
     ours, eager = pair(loss, pa.sgd(0.01), microbatch_size=None)
     mine = torch.compile(loss, backend="eager", fullgraph=True)
     state, x = ours.init(params), torch.randn(6, 4).double()
     ours(state, x), mine(state.params, x)
-    net[part].requires_grad_(part == 0)  # pyright: ignore
+    net[part].requires_grad_(part == 0)
     for call in (lambda: ours(state, x), lambda: eager(state, x)):
         with pytest.raises(RuntimeError, match=words):
             call()
@@ -217,19 +214,19 @@ FN, X = MEMBERS[0], torch.arange(32.0).double().view(8, 4).sin()
 STACKED = pa.stack([fn.params for fn in MEMBERS])
 
 
-def value(p: Any, x: Tensor = X) -> Tensor:
+def value(p, x=X):
     return FN.apply(p, FN.buffers, x)[0].square().mean()
 
 
-def rows(p: Any) -> Tensor:
+def rows(p):
     return FN.apply(p, (), X)[0]
 
 
-def twice(p: Any) -> Any:
+def twice(p):
     return grad(lambda q: sum(x.square().sum() for x in grad(value)(q).values()))(p)
 
 
-PROGRAMS: dict[str, Callable[[Any], Any]] = {
+PROGRAMS = {
     "itself": value,
     "grad": grad(value),
     "grad of grad": twice,
@@ -240,7 +237,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "microbatched": lambda p: pa.microbatch(value, microbatch_size=3, reduce="stack")(p, X),
     "one of its parameters": lambda p: value({**FN.params, "0.a": p["0.a"]}),
 }
-MAPPED: dict[str, Callable[[Any], Any]] = {
+MAPPED = {
     "vmap": vmap(value),
     "vmap of grad": vmap(grad(value)),
     "grad of vmap": grad(lambda p: vmap(value)(p).sum()),
@@ -253,7 +250,7 @@ MAPPED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     "name", [n if n in ("grad",) else pytest.param(n, marks=slow) for n in PROGRAMS]
 )
-def test_a_graph_of_the_users_own_takes_what_is_frozen(name: str) -> None:
+def test_a_graph_of_the_users_own_takes_what_is_frozen(name):
     program = PROGRAMS[name]
     got = torch.compile(program, backend="eager", fullgraph=True)(FN.params)
     assert_close(leaves(got), leaves(program(FN.params)))
@@ -262,7 +259,7 @@ def test_a_graph_of_the_users_own_takes_what_is_frozen(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [n if n in ("vmap of grad",) else pytest.param(n, marks=slow) for n in MAPPED]
 )
-def test_under_a_vmap_of_the_parameters_what_is_frozen_is_refused_in_a_graph_too(name: str) -> None:
+def test_under_a_vmap_of_the_parameters_what_is_frozen_is_refused_in_a_graph_too(name):
     """Members may differ in it, whichever transforms are between; what is given is taken."""
     words = "the parameters are mapped by a vmap"
     with pytest.raises(ValueError, match=words):
@@ -272,7 +269,7 @@ def test_under_a_vmap_of_the_parameters_what_is_frozen_is_refused_in_a_graph_too
 
 
 @slow
-def test_what_is_given_for_each_member_is_taken() -> None:
+def test_what_is_given_for_each_member_is_taken():
     frozen = pa.stack([fn.frozen for fn in MEMBERS])
     program = vmap(lambda p, own: value({**own, **p}))
     got = torch.compile(program, backend="eager", fullgraph=True)(STACKED, frozen)

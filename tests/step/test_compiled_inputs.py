@@ -2,11 +2,9 @@
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -16,17 +14,17 @@ pytestmark = pytest.mark.purity
 EAGER = {"backend": "eager"}  # what a graph writes, it writes under any backend
 
 
-def batch_of(rows: int) -> Tensor:
+def batch_of(rows):
     return torch.arange(3.0 * rows).reshape(rows, 3)
 
 
-def loss(w: Tensor, x: Tensor) -> Tensor:
+def loss(w, x):
     return ((x * w) ** 2).mean()
 
 
 @pytest.mark.parametrize("compile", [False, EAGER], ids=["eager", "compiled"])
 @pytest.mark.parametrize("rows", [300_000, 3])  # above 1 MiB of gradients a graph is in place
-def test_aux_that_is_a_parameter_is_that_before_the_step(rows: int, compile: Any) -> None:
+def test_aux_that_is_a_parameter_is_that_before_the_step(rows, compile):
     """A state that was given up is written to; what was handed out of it is not."""
     step = pa.make_step(
         lambda w, x: (loss(w[:3], x), w),
@@ -45,13 +43,13 @@ def test_aux_that_is_a_parameter_is_that_before_the_step(rows: int, compile: Any
 
 
 @pytest.mark.parametrize("donate", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate: bool) -> None:
+def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate):
     """Also where the window is written to, which a stream that does not donate copies first."""
 
-    def running(w: Tensor, x: Tensor, buffers: Any) -> Any:
+    def running(w, x, buffers):
         return loss(w, x), ({"mean": buffers["mean"] + x.mean(0)}, buffers["mean"])
 
-    knobs: dict[str, Any] = {"has_aux": True, "buffers": "sequential", "aux_reduction": "last"}
+    knobs = {"has_aux": True, "buffers": "sequential", "aux_reduction": "last"}
     step = pa.make_step(running, pa.sgd(0.5), donate=donate, compile=EAGER, **knobs)
     state = step.init(torch.ones(3), buffers={"mean": torch.ones(3)})
     window, aux = step.update(state, step.begin(state), batch_of(2))
@@ -62,7 +60,7 @@ def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate: bool) -> Non
 
 
 @pytest.mark.slow
-def test_no_batch_is_kept() -> None:
+def test_no_batch_is_kept():
     """What is remembered of a kind of batches holds none of them."""
     step = pa.make_step(loss, pa.sgd(0.5), microbatch_size=2, compile=EAGER)
     state = step.init(torch.ones(3))
@@ -75,9 +73,9 @@ def test_no_batch_is_kept() -> None:
         assert seen() is None
 
 
-def test_a_loss_without_a_module_is_guarded_too() -> None:
+def test_a_loss_without_a_module_is_guarded_too():
     """The compiler names the globals of such a function as it names those of NamedTuples."""
-    names: dict[str, Any] = {"loss": loss, "factor": 1.0}
+    names = {"loss": loss, "factor": 1.0}
     exec("def scaled(w, x): return factor * loss(w, x)", names)
     step = pa.make_step(names["scaled"], pa.sgd(0.5), compile=EAGER)
     state = step.init(torch.ones(3))

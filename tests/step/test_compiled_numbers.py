@@ -28,15 +28,15 @@ pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
-def rows(w: Tensor, x: Tensor) -> Tensor:
+def rows(w, x):
     return (x @ w).square()
 
 
-def make_batch(step: int, dtype: torch.dtype = F32, count: int = 8) -> Any:
+def make_batch(step, dtype=F32, count=8):
     return {"x": torch.randn(count, 3, generator=generator(step)).to(dtype)}
 
 
-def alike(got: Any, want: Any, dtype: torch.dtype = F32) -> None:
+def alike(got, want, dtype=F32):
     """The same dtypes, and the same numbers up to the rounding of a few operations on tensors."""
     for x, y in zip(leaves(got), leaves(want), strict=True):
         assert x.dtype == y.dtype
@@ -57,18 +57,18 @@ class Case(NamedTuple):
     rounding: torch.dtype | None = None
 
 
-def with_aux(r: Tensor, t: Any) -> Any:
+def with_aux(r, t):
     return (r * t).mean(), {"last": r.mean() * t, "rows": r * t}
 
 
-def powers(r: Tensor, t: int) -> Tensor:
+def powers(r, t):
     value = r.mean()
     for _ in range(t):
         value = value * 2
     return value
 
 
-AUX: dict[str, Any] = {"has_aux": True, "aux_reduction": {"last": "last", "rows": "concat"}}
+AUX = {"has_aux": True, "aux_reduction": {"last": "last", "rows": "concat"}}
 HALF = {"policy": pa.Policy(compute=torch.float16)}
 CASES = {
     "1 - decay": Case(lambda r, t: r.mean() * (1 - t), (0.5, 0.99999)),
@@ -117,7 +117,7 @@ IN_SHORT = ("1 - decay", "an int that is divided")
 @pytest.mark.parametrize(
     "name", [n if n in IN_SHORT else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
-def test_a_number_in_the_batch_is_the_constant_that_it_is_without_the_compiler(name: str) -> None:
+def test_a_number_in_the_batch_is_the_constant_that_it_is_without_the_compiler(name):
     """A graph a value, in any order; a value that came before has its graph."""
     case = CASES[name]
     settings, graphs = counting()
@@ -141,34 +141,34 @@ def test_a_number_in_the_batch_is_the_constant_that_it_is_without_the_compiler(n
 class Scaled(nn.Module):
     factor: Any = 0
 
-    def forward(self, r: Tensor) -> Tensor:
+    def forward(self, r):
         return r.mean() * (1 - self.factor / 10)
 
 
-GLOBAL: dict[str, Any] = {"t": 0}
+GLOBAL = {"t": 0}
 
 
 class Place:
     """A place for a number, and what a call is given where it is there."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name, self.held, self.module = name, {"t": 0}, Scaled()
 
-    def factor(self, b: Any, shared: tuple[Any, ...]) -> Any:
+    def factor(self, b, shared):
         if self.name == "shared":
             return shared[0]["t"]
         return b["t"] if self.name in ("batch", "stream", "loop") else self.of_others()
 
-    def of_others(self) -> Any:
+    def of_others(self):
         return GLOBAL["t"] if self.name == "a global" else self.held["t"]
 
-    def loss(self, params: Any, b: Any, *shared: Any) -> Tensor:
+    def loss(self, params, b, *shared):
         r = rows(params["w"], b["x"]) + params["table"][0].sum()
         if self.name == "a module":
             return self.module(r)
         return r.mean() * (1 - self.factor(b, shared) / 10)
 
-    def put(self, t: Any, batch: Any) -> tuple[Any, ...]:
+    def put(self, t, batch):
         self.held["t"] = self.module.factor = GLOBAL["t"] = t
         if self.name == "shared":
             return batch, {"t": t}
@@ -197,7 +197,7 @@ OPEN = ("batch", "stream", "a closure", "a global")
     [("a closure", None)]
     + [pytest.param(n, True if n in OPEN else None, marks=pytest.mark.slow) for n in PLACES],
 )
-def test_a_number_is_a_constant_wherever_the_loss_reads_it(name: str, dynamic: Any) -> None:
+def test_a_number_is_a_constant_wherever_the_loss_reads_it(name, dynamic):
     """In every form of a step; with open sizes too. Ints are no more left open than floats are."""
     settings, graphs = counting()
     (form, each), place = PLACES[name], Place(name)
@@ -224,7 +224,7 @@ NUMBERS = st.one_of(
     st.floats(-1e9, 1e9, allow_subnormal=False),
     st.sampled_from([0.0, 0.9999, 1 - 2.0**-40, 1e8 + 1, 2**53 + 1]),
 )
-STEPS: dict[str, Callable[[Any, Any], Any]] = {
+STEPS = {
     "plus": lambda t, c: t + c,
     "minus": lambda t, c: c - t,
     "times": lambda t, c: t * c,
@@ -245,13 +245,11 @@ STEPS: dict[str, Callable[[Any, Any], Any]] = {
     st.sampled_from([F32, F64]),
     st.sampled_from(["batch", "shared", "a closure"]),
 )
-def test_any_program_of_numbers_comes_to_what_python_says(
-    numbers: list[Any], steps: list[Any], dtype: torch.dtype, name: str
-) -> None:
+def test_any_program_of_numbers_comes_to_what_python_says(numbers, steps, dtype, name):
     """Where the result is no finite number of the dtype, it is inf or NaN in both."""
-    held: dict[str, Any] = {}
+    held = {}
 
-    def loss(w: Tensor, b: Any, *shared: Any) -> Tensor:
+    def loss(w, b, *shared):
         t = b["t"] if name == "batch" else shared[0] if name == "shared" else held["t"]
         for step, c in steps:
             t = STEPS[step](t, c)
@@ -274,15 +272,15 @@ def test_any_program_of_numbers_comes_to_what_python_says(
 # How many values there may be ---------------------------------------------------------------------
 
 
-def of_batch(w: Tensor, b: Any) -> Tensor:
+def of_batch(w, b):
     return rows(w, b["x"]).mean() * (1 - b["t"])
 
 
-def of_shared(w: Tensor, b: Any, t: Any) -> Tensor:
+def of_shared(w, b, t):
     return rows(w, b["x"]).mean() * (1 - t)
 
 
-NINTH: dict[str, Any] = {
+NINTH = {
     "the batch": (of_batch, lambda b, t: (b | {"t": t},), "batch['t'] is "),
     "shared": (of_shared, lambda b, t: (b, t), "shared[0] is "),
     "a microbatch": (of_batch, lambda b, t: (b | {"t": t},), "microbatch['t'] is "),
@@ -298,19 +296,19 @@ NINTH: dict[str, Any] = {
         pytest.param("a microbatch", lambda i: i / 16, id="a microbatch-float"),
     ],
 )
-def test_the_ninth_value_of_a_number_is_refused_by_name(name: str, number: Any) -> None:
+def test_the_ninth_value_of_a_number_is_refused_by_name(name, number):
     """With what to write in its place, before anything is done; the eight others go on."""
     loss, given, leaf = NINTH[name]
     settings, graphs = counting()
     ours, eager = pair(loss, pa.sgd(0.01), microbatch_size=None, donate=True, compile=settings)
 
-    def run(step: Any, state: Any, t: Any) -> Any:
+    def run(step, state, t):
         arguments = given(make_batch(0), t)
         if name == "a microbatch":
             return step.update(state, step.begin(state), *arguments)
         return step(state, *arguments)[0]
 
-    def start() -> Any:
+    def start():
         return ours.init(torch.ones(3, 1))
 
     for i in range(8):
@@ -328,7 +326,7 @@ def test_the_ninth_value_of_a_number_is_refused_by_name(name: str, number: Any) 
 
 
 @pytest.mark.parametrize("number", [np.float64(0.1), np.int64(3), np.array(3), np.ones(2)])
-def test_what_is_of_numpy_is_refused_by_name(number: Any) -> None:
+def test_what_is_of_numpy_is_refused_by_name(number):
     """A compiler computes with it as with a tensor, so that an int64 over ten is a float32."""
     ours, eager = pair(lambda w, b, t: rows(w, b["x"]).mean() * (t / 10).sum(), pa.sgd(0.01))
     state, batch = ours.init(torch.ones(3, 1)), make_batch(0)
@@ -338,7 +336,7 @@ def test_what_is_of_numpy_is_refused_by_name(number: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_numbers_have_eight_values_each() -> None:
+def test_two_numbers_have_eight_values_each():
     """And a number that is refused leaves no mark of the one beside it."""
     ours, _ = pair(
         lambda w, b, s: rows(w, b["x"]).mean() * (b["t"] - s), pa.sgd(0.01), microbatch_size=None
@@ -357,7 +355,7 @@ def test_two_numbers_have_eight_values_each() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, pytest.param(F64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [lambda i: i / 16, lambda i: i], ids=["float", "int"])
-def test_a_tensor_may_change_at_every_step(number: Any, dtype: torch.dtype) -> None:
+def test_a_tensor_may_change_at_every_step(number, dtype):
     """That which the refusal writes, as eager takes it."""
     settings, graphs = counting()
     ours, eager = pair(lambda w, b, t: (rows(w, b["x"]) * t).mean(), pa.sgd(0.01), compile=settings)
@@ -370,7 +368,7 @@ def test_a_tensor_may_change_at_every_step(number: Any, dtype: torch.dtype) -> N
     assert len(graphs) == 1
 
 
-def test_a_tensor_around_the_loss_may_change_at_every_step() -> None:
+def test_a_tensor_around_the_loss_may_change_at_every_step():
     """In place or not."""
     settings, graphs = counting()
     held = {"t": torch.tensor(0.0)}
@@ -388,7 +386,7 @@ def test_a_tensor_around_the_loss_may_change_at_every_step() -> None:
 @pytest.mark.parametrize(
     "number", [lambda i: i / 2, pytest.param(lambda i: i, marks=pytest.mark.slow)]
 )
-def test_a_number_around_the_loss_has_few_values(number: Any) -> None:
+def test_a_number_around_the_loss_has_few_values(number):
     """Up to torch's limit, here two."""
     held = {"t": number(0)}
     ours, eager = pair(lambda w, b: rows(w, b["x"]).mean() * held["t"], pa.sgd(0.01))
@@ -408,7 +406,7 @@ def test_a_number_around_the_loss_has_few_values(number: Any) -> None:
         assert words in str(caught.value)
 
 
-def test_a_bool_chooses_the_code() -> None:
+def test_a_bool_chooses_the_code():
     settings, graphs = counting()
     loss = lambda w, b: rows(w, b["x"]).mean() * (2 if b["t"] else 1)  # noqa: E731
     ours, eager = pair(loss, pa.sgd(0.01), compile=settings)
@@ -424,7 +422,7 @@ def test_a_bool_chooses_the_code() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [(0.9999, 0.5), (1, 3)])
-def test_a_number_is_a_constant_by_inductor(numbers: Any) -> None:
+def test_a_number_is_a_constant_by_inductor(numbers):
     ours, eager = pair(of_batch, pa.sgd(0.01), compile=True)
     state = ours.init(torch.ones(3, 1))
     for i, t in enumerate([*numbers, *numbers]):
@@ -434,10 +432,10 @@ def test_a_number_is_a_constant_by_inductor(numbers: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["whole", "stream"])
-def test_a_number_is_as_wide_as_what_it_meets(form: str) -> None:
+def test_a_number_is_as_wide_as_what_it_meets(form):
     """Whatever this step has met before: 0.1 is not that of a narrower state."""
 
-    def loss(w: Tensor, b: Any) -> Tensor:
+    def loss(w, b):
         return (w * b["t"] - 1) ** 2 + 0 * b["x"].sum()
 
     ours, eager = pair(loss, pa.sgd(0.1))

@@ -11,7 +11,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum._base.states import Donated, Spoiled
@@ -27,12 +27,12 @@ EAGER = {"backend": "eager"}
 IN_PLACE = {"backend": "aot_eager"}
 
 
-def make(optimizer: Any = None, loss: Any = squares, **knobs: Any) -> Any:
+def make(optimizer=None, loss=squares, **knobs):
     knobs = {"microbatch_size": 2, "compile": EAGER} | knobs
     return pa.make_step(loss, optimizer or pa.sgd(0.1), **knobs)
 
 
-def leaves(tree: Any) -> list[Tensor]:
+def leaves(tree):
     return optree.tree_leaves(tree, namespace="pureaccum")
 
 
@@ -40,7 +40,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("compile", ["yes", 1, None, EAGER.items()])
-def test_compile_is_true_or_settings(compile: Any) -> None:
+def test_compile_is_true_or_settings(compile):
     with refused(
         TypeError, "compile is ", "expected True, False, or the arguments of torch.compile"
     ):
@@ -54,52 +54,52 @@ def test_compile_is_true_or_settings(compile: Any) -> None:
         ({"nonfinite": "raise"}, ["nonfinite='raise' came with compile", "'skip' or 'propagate'"]),
     ],
 )
-def test_knobs_that_do_not_go_with_compile_are_refused(knobs: Any, words: list[str]) -> None:
+def test_knobs_that_do_not_go_with_compile_are_refused(knobs, words):
     with refused(ValueError, *words):
         make(**knobs, compile=True)
 
 
 # What only the compiler minds -------------------------------------------------------------
 
-KEPT: list[Tensor] = []
+KEPT = []
 LOG = logging.getLogger("mine")
 
 
-def branches(params: Any, batch: Any) -> Tensor:
+def branches(params, batch):
     value = squares(params, batch)
     return value * 2 if value > 0 else value
 
 
-def prints(params: Any, batch: Any) -> Tensor:
+def prints(params, batch):
     value = squares(params, batch)
     print("the loss")
     return value
 
 
-def logs(params: Any, batch: Any) -> Tensor:
+def logs(params, batch):
     value = squares(params, batch)
     LOG.info("the loss")
     return value
 
 
-def gets_a_logger(params: Any, batch: Any) -> Tensor:
+def gets_a_logger(params, batch):
     logging.getLogger("mine")
     return squares(params, batch)
 
 
-def lists(params: Any, batch: Any) -> Tensor:
+def lists(params, batch):
     value = squares(params, batch)
     batch["x"].tolist()
     return value
 
 
-def opens(params: Any, batch: Any) -> Tensor:
+def opens(params, batch):
     value = squares(params, batch)
     with open(__file__):
         return value
 
 
-def keeps(params: Any, batch: Any) -> Tensor:
+def keeps(params, batch):
     value = squares(params, batch)
     KEPT.append(value.detach())
     return value
@@ -122,7 +122,7 @@ def keeps(params: Any, batch: Any) -> Tensor:
         ),
     ],
 )
-def test_the_line_that_does_not_compile_is_named(loss: Any, line: str, why: str) -> None:
+def test_the_line_that_does_not_compile_is_named(loss, line, why):
     """In the first sentence; the compiler's own words follow. Without it the step runs."""
     step = make(loss=loss, nonfinite="skip", donate=True)
     state, batch = step.init(PARAMS), make_batch(6)
@@ -139,7 +139,7 @@ def test_the_line_that_does_not_compile_is_named(loss: Any, line: str, why: str)
     assert make(loss=loss, compile=False)(state, batch)[1].applied
 
 
-def test_an_optimizer_of_torch_is_refused_in_a_graph_of_the_users_own() -> None:
+def test_an_optimizer_of_torch_is_refused_in_a_graph_of_the_users_own():
     """In the words in which they refuse transforms. A step that compiles itself leaves it out."""
     optimizer = pa.from_torch(torch.optim.RMSprop, lr=0.1)
     grads = {"w": torch.ones(2)}
@@ -155,7 +155,7 @@ class OwnError(ValueError):
     pass
 
 
-def raises(params: Any, batch: Any) -> Tensor:
+def raises(params, batch):
     if batch["x"].shape[1] == 2:
         raise OwnError("my own words")
     return squares(params, batch)
@@ -165,7 +165,7 @@ NORM = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 FN = pa.functional(NORM)
 
 
-def normed(params: Any, batch: Any, buffers: Any) -> Any:
+def normed(params, batch, buffers):
     out, new = FN.apply(params, buffers, batch["x"])
     return (out**2).mean(), new
 
@@ -173,7 +173,7 @@ def normed(params: Any, batch: Any, buffers: Any) -> Any:
 SCALED = {"loss_scale": pa.dynamic_loss_scale()}
 AUX = {"has_aux": True}
 Change = Callable[[Any, Any], tuple[Any, Any]]
-SAME: dict[str, tuple[dict[str, Any], Change]] = {
+SAME = {
     "the loss's own error": ({"loss": raises}, lambda s, b: (s, b)),
     "a loss of another shape": ({"loss": lambda p, b: b["x"] @ p["w"]}, lambda s, b: (s, b)),
     "a loss that is no tensor": ({"loss": lambda p, b: 1.0}, lambda s, b: (s, b)),
@@ -222,7 +222,7 @@ SLOW = ("aux that cannot be joined", "aux that is missing", "aux that nobody ann
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SAME]
 )
-def test_errors_have_the_words_of_the_eager_step(name: str) -> None:
+def test_errors_have_the_words_of_the_eager_step(name):
     """And a state that was to be given up is as good as before."""
     knobs, change = SAME[name]
     ours, eager = (make(**knobs, donate=True, compile=c) for c in (EAGER, False))
@@ -237,7 +237,7 @@ def test_errors_have_the_words_of_the_eager_step(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_norm_that_is_given_one_row_has_the_words_of_the_eager_step() -> None:
+def test_a_batch_norm_that_is_given_one_row_has_the_words_of_the_eager_step():
     """After other numbers of rows have been compiled."""
     said = []
     for compile in (EAGER, False):
@@ -257,12 +257,10 @@ STATISTICS = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
 
 
 @pytest.mark.parametrize(("mine", "other"), [("pooled", "sequential"), ("sequential", "pooled")])
-def test_a_window_of_another_kind_of_buffers_is_refused_by_a_compiled_step(
-    mine: Any, other: Any
-) -> None:
+def test_a_window_of_another_kind_of_buffers_is_refused_by_a_compiled_step(mine, other):
     """Inside a graph no structures are compared."""
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         return squares(params, batch), buffers
 
     step, stranger = (make(loss=loss, buffers=b, donate=True) for b in (mine, other))
@@ -281,12 +279,12 @@ def test_a_window_of_another_kind_of_buffers_is_refused_by_a_compiled_step(
 TABLE = 200  # rows of 2000: 1.6 MB; where gradients are below 1 MiB nothing is in place
 
 
-def tabled(params: Any, batch: Any) -> Tensor:
+def tabled(params, batch):
     value = squares(params, batch)
     return value * (1 + params["table"][0].sum())
 
 
-def test_a_donated_state_is_written_to_in_place() -> None:
+def test_a_donated_state_is_written_to_in_place():
     """Memory stays where it is, numbers without dimensions are right, old names are gone."""
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(2.0**-3))
     knobs = {"loss_scale": pa.dynamic_loss_scale(8.0, growth_interval=1)}
@@ -315,12 +313,12 @@ def test_a_donated_state_is_written_to_in_place() -> None:
         old[0] + 1
 
 
-def tied(params: Any, batch: Any) -> Tensor:
+def tied(params, batch):
     return ((batch["x"] @ params["a"] @ params["b"].T) ** 2).mean()
 
 
 @pytest.mark.slow
-def test_tied_leaves_are_not_written_to_twice() -> None:
+def test_tied_leaves_are_not_written_to_twice():
     step, eager = (
         make(pa.sgd(0.25, momentum=0.5), tied, donate=donate, compile=c)
         for donate, c in ((True, EAGER), (False, False))
@@ -337,7 +335,7 @@ def test_tied_leaves_are_not_written_to_twice() -> None:
 
 
 @pytest.mark.slow
-def test_without_donation_no_memory_is_shared() -> None:
+def test_without_donation_no_memory_is_shared():
     step = make(pa.sgd(0.1, momentum=0.5), compile=IN_PLACE, **SCALED)
     state, batch = step.init(PARAMS), make_batch(7)
     with unchanged(state, batch):
@@ -352,13 +350,13 @@ def test_without_donation_no_memory_is_shared() -> None:
         assert not set(held) & set(given)
 
 
-FAILING: list[bool] = []
+FAILING = []
 
 
-def failing(graph: Any, inputs: Any) -> Any:
+def failing(graph, inputs):
     """A graph that fails in the middle, while it runs."""
 
-    def run(*args: Any) -> Any:
+    def run(*args):
         out = graph.forward(*args)
         if FAILING:
             raise MemoryError("no memory left")
@@ -368,7 +366,7 @@ def failing(graph: Any, inputs: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_only_a_graph_that_failed_while_it_ran_spoils_a_window() -> None:
+def test_only_a_graph_that_failed_while_it_ran_spoils_a_window():
     step = make(donate=True, loss=raises, compile={"backend": failing})
     good = make(donate=True, compile={"backend": failing})
     state, batch = step.init(PARAMS), make_batch()
@@ -391,7 +389,7 @@ def test_only_a_graph_that_failed_while_it_ran_spoils_a_window() -> None:
 
 
 @pytest.mark.slow
-def test_a_donated_window_is_given_up() -> None:
+def test_a_donated_window_is_given_up():
     step = make(donate=True, compile=IN_PLACE)
     state = step.init(PARAMS)
     window = step.begin(state)
@@ -421,15 +419,13 @@ def test_a_donated_window_is_given_up() -> None:
         ("meta", "/usr/local/cuda", False),
     ],
 )
-def test_a_wrapper_in_cpp_is_asked_for_where_it_can_be_built(
-    device: str, toolkit: str | None, wraps: bool
-) -> None:
+def test_a_wrapper_in_cpp_is_asked_for_where_it_can_be_built(device, toolkit, wraps):
     """For CUDA that takes a toolkit, which does not come with torch."""
     assert has_cpp_wrapper(device, lambda: toolkit) == wraps
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_device_of_the_state_decides_about_the_wrapper(device: str) -> None:
+def test_the_device_of_the_state_decides_about_the_wrapper(device):
     step = make(compile=False, microbatch_size=None)
     plan = step.update.args[0]
     state = optree.tree_map(lambda x: x.to(device), step.init(PARAMS), namespace="pureaccum")

@@ -3,12 +3,9 @@
 ``nn.Dropout`` tells: torch.func has none for tensors of which a size is open.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from tests.step.test_compiled import counting, pair
@@ -20,13 +17,11 @@ pytestmark = pytest.mark.transforms
 ROWS = 600_000  # of a table whose gradient is too large for a scan
 
 
-def dropping(
-    module: nn.Module, size: int | None, backend: Any, table: int = 0, **knobs: Any
-) -> Any:
+def dropping(module, size, backend, table=0, **knobs):
     """A step of a loss that hands out what a network with nn.Dropout did to its rows."""
     fn = pa.functional(module)
 
-    def loss(params: Any, x: Tensor) -> Any:
+    def loss(params, x):
         out, _ = fn.apply(params["net"], fn.buffers, x)
         value = out.square().mean()
         return (value + params["table"][0].sum() if table else value), out.flatten(1).sum(1)
@@ -37,7 +32,7 @@ def dropping(
     return step, step.init(params)
 
 
-def check(info: Any, rows: int) -> None:
+def check(info, rows):
     """Every row is there, and of a hundred numbers in it about half are zero and the others two."""
     assert info.applied
     assert len(info.aux) == rows
@@ -45,17 +40,17 @@ def check(info: Any, rows: int) -> None:
     assert len(info.aux.unique()) > 1 or rows == 1  # no two rows share their mask
 
 
-def net() -> nn.Module:
+def net():
     """Ones in, and 0 or 2 out."""
     return nn.Sequential(Ones(), nn.Dropout(0.5))
 
 
 class Ones(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.one * x
 
 
@@ -63,9 +58,7 @@ class Ones(nn.Module):
 @pytest.mark.parametrize(
     ("form", "size", "table"), [("scan", 2, 0), ("unrolled", None, 0), ("loop", 2, ROWS)]
 )
-def test_dropout_compiles_at_any_number_of_lengths_and_widths(
-    form: str, size: Any, table: int
-) -> None:
+def test_dropout_compiles_at_any_number_of_lengths_and_widths(form, size, table):
     """Each has a graph of its own, so torch's limit (here one) is none."""
     step, state = dropping(net(), size, "eager", table)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -76,14 +69,14 @@ def test_dropout_compiles_at_any_number_of_lengths_and_widths(
 
 
 @pytest.mark.slow
-def test_dropout_compiles_at_a_second_length_by_inductor() -> None:
+def test_dropout_compiles_at_a_second_length_by_inductor():
     step, state = dropping(net(), 2, "inductor")
     for shape in ((10, 10), (4, 25)):
         check(step(state, torch.ones(8, *shape))[1], 8)
 
 
 @pytest.mark.slow
-def test_dropout_compiles_in_a_second_model() -> None:
+def test_dropout_compiles_in_a_second_model():
     """In one process; torch remembers the sizes of the first by the same lines of ours."""
     for width in (3, 5):
         module = nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -96,9 +89,7 @@ def test_dropout_compiles_in_a_second_model() -> None:
     ("size", "table", "all_rows", "limit"),
     [(4, 0, (14, 11), 1), (None, 0, (3, 4, 5, 6, 1), 2), (4, ROWS, (18, 19), 2)],
 )
-def test_dropout_compiles_at_any_number_of_rows(
-    size: Any, table: int, all_rows: tuple[int, ...], limit: int
-) -> None:
+def test_dropout_compiles_at_any_number_of_rows(size, table, all_rows, limit):
     """A graph for any number of rows does not compile, and one for each of them does."""
     step, state = dropping(net(), size, "eager", table)
     with torch._dynamo.config.patch(recompile_limit=limit):
@@ -107,7 +98,7 @@ def test_dropout_compiles_at_any_number_of_rows(
 
 
 @pytest.mark.slow
-def test_dropout_compiles_in_a_ragged_stream() -> None:
+def test_dropout_compiles_in_a_ragged_stream():
     step, state = dropping(net(), None, "eager")
     window = step.begin(state)
     for rows in (2, 3, 4, 3):
@@ -117,11 +108,11 @@ def test_dropout_compiles_in_a_ragged_stream() -> None:
 
 
 @pytest.mark.slow
-def test_no_other_size_is_open() -> None:
+def test_no_other_size_is_open():
     """Of a second model of other widths in the same process, or of another length."""
-    seen: list[Any] = []
+    seen = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         seen.append([x for x in inputs if isinstance(x, torch.SymInt)])
         return graph.forward
 
@@ -134,7 +125,7 @@ def test_no_other_size_is_open() -> None:
 
 
 @pytest.mark.slow
-def test_open_sizes_are_had_for_the_asking() -> None:
+def test_open_sizes_are_had_for_the_asking():
     """``dynamic`` is torch's own word, and shapes then share a graph."""
     settings, graphs = counting()
     loss = lambda w, x: (x * w).square().mean()  # noqa: E731
@@ -148,7 +139,7 @@ def test_open_sizes_are_had_for_the_asking() -> None:
 
 
 @pytest.mark.slow
-def test_a_module_that_begins_to_drop_goes_on() -> None:
+def test_a_module_that_begins_to_drop_goes_on():
     """Microbatches that went through together, while nothing was random, go one by one."""
     fn = pa.functional(module := net().eval())
     ours, _ = pair(lambda p, x: fn.apply(p, fn.buffers, x)[0].square().mean(), pa.sgd(0.0))
@@ -164,24 +155,24 @@ def test_a_module_that_begins_to_drop_goes_on() -> None:
 # Several models of one step -----------------------------------------------------------------------
 
 
-def of_width(width: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def of_width(width, dtype=torch.float64):
     shapes = {"w1": (4, width), "w2": (width, 1)}
     return {name: torch.randn(shape, dtype=dtype) / width**0.5 for name, shape in shapes.items()}
 
 
-def two_layers(p: dict[str, Tensor], x: Tensor) -> Tensor:
+def two_layers(p, x):
     return ((x @ p["w1"]).tanh() @ p["w2"]).square().mean()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["unrolled", "scan", "stream"])
-def test_each_model_of_one_step_has_graphs_of_its_own(form: str) -> None:
+def test_each_model_of_one_step_has_graphs_of_its_own(form):
     """So torch's limit (here one) is none, and a model that came before is not compiled again."""
     settings, graphs = counting()
     size = 2 if form == "scan" else None
     ours, eager = pair(two_layers, pa.adamw(0.1), microbatch_size=size, compile=settings)
     kinds = [(3, torch.float64), (5, torch.float64), (5, torch.float32)]
-    made: list[int] = []
+    made = []
     with torch._dynamo.config.patch(recompile_limit=1):
         for width, dtype in (*kinds, *kinds):
             state, x = ours.init(of_width(width, dtype)), torch.randn(8, 4, dtype=dtype)
@@ -199,12 +190,10 @@ def test_each_model_of_one_step_has_graphs_of_its_own(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(4, 50_000), (50_000, 4)])
-def test_a_second_model_takes_the_memory_that_it_takes_alone(
-    first: int, second: int, tmp_path: Path
-) -> None:
+def test_a_second_model_takes_the_memory_that_it_takes_alone(first, second, tmp_path):
     """How many microbatches go together follows from the model, of which batches know nothing."""
     x = torch.randn(512, 4)
-    peaks: list[int] = []
+    peaks = []
     for widths in ([second], [first, second]):
         compile = {"backend": "aot_eager"}
         step = pa.make_step(two_layers, pa.sgd(0.1), microbatch_size=8, compile=compile)

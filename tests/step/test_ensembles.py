@@ -5,8 +5,6 @@ where the arithmetic is exact, where nothing is computed, and between two runs o
 differ in another member.
 """
 
-from typing import Any
-
 import optree
 import pytest
 import torch
@@ -38,14 +36,14 @@ MEMBERS = 3
 # Stack and unstack ------------------------------------------------------------------------
 
 
-def fill_(tree: Any, number: int) -> Any:
+def fill_(tree, number):
     for x in leaves(tree):
         x.fill_(number)
     return tree
 
 
 @given(trees(), st.integers(1, 4))
-def test_states_are_stacked_and_taken_apart_again(tree: Any, count: int) -> None:
+def test_states_are_stacked_and_taken_apart_again(tree, count):
     """The bits of each, and memory of their own: what is written to one stays there."""
     each = [tree, *(fill_(exactly.copied(tree), i) for i in range(1, count))]
     before = exactly.copied(each)
@@ -63,7 +61,7 @@ def test_states_are_stacked_and_taken_apart_again(tree: Any, count: int) -> None
     assert_trees_bitwise_equal(apart[1:], each[1:])
 
 
-def test_a_member_that_is_given_up_leaves_the_others() -> None:
+def test_a_member_that_is_given_up_leaves_the_others():
     step = pa.make_step(loss, pa.adamw(0.1, fused=True), donate=True)
     many = pa.stack([step.init(make_params(i), seed=i) for i in range(MEMBERS)])
     kept, (first, *rest) = exactly.copied(many), pa.unstack(many)
@@ -76,7 +74,7 @@ def test_a_member_that_is_given_up_leaves_the_others() -> None:
 
 
 x, y = torch.ones(2), torch.ones(3)
-STACKED: dict[str, tuple[Any, tuple[str, ...]]] = {
+STACKED = {
     "nothing": ([], ("no trees",)),
     "another key": ([{"a": x}, {"b": x}], ("trees[1]['a'] is missing",)),
     "another container": ([[x], (x,)], ("trees[1]", "containers differ")),
@@ -87,7 +85,7 @@ STACKED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a tensor": (torch.ones(2, 2), ("trees", "Tensor")),
     "a dict": ({"a": x}, ("trees", "dict")),
 }
-UNSTACKED: dict[str, tuple[Any, tuple[str, ...]]] = {
+UNSTACKED = {
     "0-d": ({"a": x, "b": x[0]}, ("tree['b']", "shape ()", "dim 0")),
     "0-d first": ({"a": x[0], "b": x}, ("tree['a']", "shape ()", "dim 0")),
     "another length": ([x, (x, y)], ("tree[1][1]", "(3,)", "one row per member")),
@@ -97,14 +95,14 @@ UNSTACKED: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_what_cannot_be_stacked_is_named(name: str) -> None:
+def test_what_cannot_be_stacked_is_named(name):
     trees, words = STACKED[name]
-    with refused((ValueError, TypeError), *words, given=trees):  # type: ignore[arg-type]
+    with refused((ValueError, TypeError), *words, given=trees):
         pa.stack(trees)
 
 
 @pytest.mark.parametrize("name", UNSTACKED)
-def test_what_cannot_be_taken_apart_is_named(name: str) -> None:
+def test_what_cannot_be_taken_apart_is_named(name):
     tree, words = UNSTACKED[name]
     with refused(ValueError, *words, given=tree):
         pa.unstack(tree)
@@ -113,20 +111,18 @@ def test_what_cannot_be_taken_apart_is_named(name: str) -> None:
 # Ensembles --------------------------------------------------------------------------------
 
 
-def divided(lr: float) -> Any:
+def divided(lr):
     return pa.partition({"a": pa.sgd(lr, momentum=0.9), "b": pa.adam(lr)}, lambda p: "ab"[p == "w"])
 
 
 @pytest.mark.parametrize("rule", [pa.adamw, divided], ids=["adamw", "divided"])
 @examples(1 / 4)
 @given(seeds(), st.sampled_from([None, 1, 2]), st.booleans())
-def test_members_have_seeds_rates_orders_and_scales_of_their_own(
-    rule: Any, seed: int, size: Any, noise: bool
-) -> None:
+def test_members_have_seeds_rates_orders_and_scales_of_their_own(rule, seed, size, noise):
     """Each member beside a step that was made for it alone, on the data in its own order."""
     data = make_batch(seed, 12)
 
-    def make_step(lr: float, scale: float) -> Any:
+    def make_step(lr, scale):
         scaling = pa.dynamic_loss_scale(scale, growth_interval=2)
         return pa.make_step(
             loss, rule(lr), microbatch_size=size, loss_scale=scaling, keys=True, noise=noise
@@ -148,7 +144,7 @@ def test_members_have_seeds_rates_orders_and_scales_of_their_own(
 
 @examples(1 / 2)
 @given(seeds(), exactly.losses, st.integers(1, 12), st.data())
-def test_exact_steps_are_those_of_the_loop(seed: int, case: Any, size: int, data: Any) -> None:
+def test_exact_steps_are_those_of_the_loop(seed, case, size, data):
     """Rates and scales that are powers of two: in bits, in an ensemble of any number."""
     knobs = {"microbatch_size": size, "reduction": case.reduction}
     step = pa.make_step(case.call, pa.sgd(1.0), loss_scale=pa.dynamic_loss_scale(1.0), **knobs)
@@ -166,10 +162,10 @@ def test_exact_steps_are_those_of_the_loop(seed: int, case: Any, size: int, data
         assert_trees_bitwise_equal(pa.unstack(got), want[:count])
 
 
-def test_masks_are_each_members_own() -> None:
+def test_masks_are_each_members_own():
     """A member's seed alone decides; the numbers are integers, and so the same bits anywhere."""
 
-    def masked(p: Tensor, batch: Tensor, keys: Tensor) -> Any:
+    def masked(p, batch, keys):
         mask = pa.dropout(torch.ones_like(batch), 0.5, keys)
         return (p * mask).mean(), mask
 
@@ -189,9 +185,7 @@ def test_masks_are_each_members_own() -> None:
 
 @examples(1 / 2)
 @given(seeds(), st.integers(0, MEMBERS - 1), st.booleans(), st.integers(1, 4))
-def test_one_member_overflows_and_no_other_notices(
-    seed: int, bad: int, poison: bool, size: int
-) -> None:
+def test_one_member_overflows_and_no_other_notices(seed, bad, poison, size):
     """By a row, or a scale beyond fp16: its parameters stay, and its scale alone backs off."""
     step = pa.make_step(
         loss,
@@ -223,7 +217,7 @@ def test_one_member_overflows_and_no_other_notices(
         assert sick.applied.tolist() == [(turn + 1) * (i != bad) for i in range(MEMBERS)]
 
 
-def test_the_noise_of_many_members_is_no_noise_of_one() -> None:
+def test_the_noise_of_many_members_is_no_noise_of_one():
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=1, noise=True)
     many = pa.stack([step.init(make_params(i)) for i in range(MEMBERS)])
     with refused(ValueError, "vmap"):
@@ -233,11 +227,11 @@ def test_the_noise_of_many_members_is_no_noise_of_one() -> None:
 class Model:
     """Whose loss is a method, bound to what no compiler can write out."""
 
-    def loss(self, params: Any, batch: Any) -> Any:
+    def loss(self, params, batch):
         return loss(params, batch)
 
 
-def test_a_step_has_a_name_for_vmap() -> None:
+def test_a_step_has_a_name_for_vmap():
     """Where there is none, vmap asks for the ``repr`` of all that the loss is bound to."""
     step = pa.make_step(Model().loss, pa.sgd(0.1))
     many = pa.stack([step.init(make_params(i), seed=i) for i in range(2)])

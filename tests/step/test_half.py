@@ -24,7 +24,7 @@ BAND = 0.02
 FORCED = 2.0**30
 
 
-def text_batches(device: str) -> list[dict[str, torch.Tensor]]:
+def text_batches(device):
     codes = torch.tensor([min(ord(c), 127) for c in inspect.getsource(argparse)], device=device)
     windows = codes.unfold(0, CONTEXT + 1, 1)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
@@ -32,7 +32,7 @@ def text_batches(device: str) -> list[dict[str, torch.Tensor]]:
     return [{"x": part[:, :-1], "y": part[:, -1]} for part in rows.split(200)]
 
 
-def letters(device: str) -> dict[str, torch.Tensor]:
+def letters(device):
     random = torch.Generator().manual_seed(1)
     shapes = {
         "letters": (VOCABULARY, 8),
@@ -46,13 +46,13 @@ def letters(device: str) -> dict[str, torch.Tensor]:
     }
 
 
-def loss(params: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss(params, batch):
     h = F.embedding(batch["x"], params["letters"]).flatten(1)
     h = torch.relu(h @ params["in"] + params["bias"])
     return F.cross_entropy((h @ params["out"]).float(), batch["y"])
 
 
-def run(device: str, overflow_at: int | None = None, **knobs: object) -> dict[str, list[float]]:
+def run(device, overflow_at=None, **knobs):
     step = pa.make_step(
         loss,
         pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(3e-3)),
@@ -60,7 +60,7 @@ def run(device: str, overflow_at: int | None = None, **knobs: object) -> dict[st
         **knobs,
     )
     state = step.init(letters(device))
-    seen: dict[str, list[float]] = {"loss": [], "applied": [], "scale": []}
+    seen = {"loss": [], "applied": [], "scale": []}
     for i, batch in enumerate(text_batches(device)):
         if i == overflow_at:
             high = torch.full_like(state.loss_scale.scale, FORCED)
@@ -73,7 +73,7 @@ def run(device: str, overflow_at: int | None = None, **knobs: object) -> dict[st
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_fp16_reaches_the_loss_of_fp32_through_a_forced_overflow(device: str) -> None:
+def test_fp16_reaches_the_loss_of_fp32_through_a_forced_overflow(device):
     full = run(device)
     half = run(
         device,
@@ -103,7 +103,7 @@ def test_fp16_reaches_the_loss_of_fp32_through_a_forced_overflow(device: str) ->
     ],
     ids=str,
 )
-def test_every_policy_reaches_the_loss_of_fp32(policy: pa.Policy, device: str) -> None:
+def test_every_policy_reaches_the_loss_of_fp32(policy, device):
     full = run(device)
     narrow = run(device, policy=policy, loss_scale=pa.dynamic_loss_scale())
     assert all(narrow["applied"])
@@ -114,7 +114,7 @@ def test_every_policy_reaches_the_loss_of_fp32(policy: pa.Policy, device: str) -
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 # What a loss is given, and the autocast that it runs in.
-SEEN: dict[str, tuple[pa.Policy | None, torch.dtype, torch.dtype | None]] = {
+SEEN = {
     "none": (None, FULL, None),
     "of nothing": (pa.Policy(), FULL, None),
     "compute in fp16": (pa.Policy(compute=HALF), HALF, None),
@@ -129,13 +129,9 @@ SEEN: dict[str, tuple[pa.Policy | None, torch.dtype, torch.dtype | None]] = {
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("policy", "given", "cast"), SEEN.values(), ids=SEEN)
 def test_a_loss_runs_in_what_its_policy_says_and_in_nothing_else(
-    policy: pa.Policy | None,
-    given: torch.dtype,
-    cast: torch.dtype | None,
-    streamed: bool,
-    engine: str,
-) -> None:
-    def loss(params: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    policy, given, cast, streamed, engine
+):
+    def loss(params, batch):
         assert torch.is_autocast_enabled("cpu") is (cast is not None)
         assert cast is None or torch.get_autocast_dtype("cpu") == cast
         assert (params.dtype, batch["x"].dtype, batch["i"].dtype) == (given, given, torch.int64)

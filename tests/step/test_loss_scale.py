@@ -2,7 +2,7 @@
 
 import inspect
 from ctypes import c_float
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import pytest
@@ -11,10 +11,9 @@ import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
-from pureaccum._step.loss_scale import LossScale
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.exactly import copied
 
@@ -31,7 +30,7 @@ intervals = st.integers(1, 4)
 flags = st.lists(st.booleans(), max_size=12)
 
 
-def rounded(x: float) -> float:
+def rounded(x):
     """The nearest float32."""
     return c_float(x).value
 
@@ -39,7 +38,7 @@ def rounded(x: float) -> float:
 # Beside GradScaler ----------------------------------------------------------------------
 
 
-def test_knobs_that_are_not_said_are_as_in_torch() -> None:
+def test_knobs_that_are_not_said_are_as_in_torch():
     ours = inspect.signature(pa.dynamic_loss_scale).parameters
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))  # it has no scale before
@@ -59,7 +58,7 @@ class Scaling(RuleBasedStateMachine):
     """
 
     @initialize(scale=scales, grow=growths, back=backoffs, interval=intervals, fused=st.booleans())
-    def begin(self, scale: float, grow: float, back: float, interval: int, fused: bool) -> None:
+    def begin(self, scale, grow, back, interval, fused):
         self.knobs = (grow, back, interval)
         self.ours = pa.dynamic_loss_scale(scale, *self.knobs, **NO_BOUNDS)
         self.state = self.ours.init()
@@ -68,10 +67,10 @@ class Scaling(RuleBasedStateMachine):
         self.w = nn.Parameter(torch.zeros(2))
         self.optimizer = torch.optim.SGD([self.w], lr=1.0, fused=fused)
 
-    def room(self) -> bool:
+    def room(self):
         return rounded(self.scale.item() * self.knobs[1]) >= SMALLEST
 
-    def move(self, finite: bool) -> None:
+    def move(self, finite):
         """One update of ours, and of torch's tensors."""
         before = self.state
         bits = copied(before)
@@ -82,7 +81,7 @@ class Scaling(RuleBasedStateMachine):
         torch._amp_update_scale_(self.scale, self.tracker, found, *self.knobs)
 
     @rule(flags=flags)
-    def transitions(self, flags: list[bool]) -> None:
+    def transitions(self, flags):
         """Tensors only; GradScaler goes on from there."""
         for finite in flags:
             self.move(finite or not self.room())
@@ -96,13 +95,13 @@ class Scaling(RuleBasedStateMachine):
         half=st.booleans(),
     )
     @precondition(lambda self: self.scale >= 2.0**-126)
-    def step(self, x: tuple[float, ...], poison: str | None, half: bool) -> None:
+    def step(self, x, poison, half):
         """The same gradient on both sides, which a large scale may overflow, in fp16 the sooner."""
         poisoned = poison is not None and self.room()
         data = torch.tensor([float(poison) if poisoned else x[0], x[1]])
         dtype = torch.float16 if half and self.scale >= 2.0**-14 else torch.float32
 
-        def loss(w: Tensor) -> Tensor:
+        def loss(w):
             return (w.to(dtype) * data.to(dtype)).sum().float()
 
         value, pull = torch.func.vjp(loss, self.w.detach())
@@ -124,7 +123,7 @@ class Scaling(RuleBasedStateMachine):
         self.move(finite)
 
     @invariant()
-    def all_agree(self) -> None:
+    def all_agree(self):
         assert torch.equal(self.state.scale, self.scale)
         assert torch.equal(self.state.growth_tracker, self.tracker)
         assert self.state.hysteresis_tracker.dtype == torch.int32
@@ -153,19 +152,19 @@ class Knobs(NamedTuple):
     max_scale: float
     hysteresis: int
 
-    def loss_scale(self) -> LossScale:
+    def loss_scale(self):
         return pa.dynamic_loss_scale(**self._asdict())
 
 
 @st.composite
-def knobs(draw: st.DrawFn) -> Knobs:
+def knobs(draw):
     low, first, high = sorted(draw(st.tuples(scales, scales, scales)))
     return Knobs(
         first, draw(growths), draw(backoffs), draw(intervals), low, high, draw(st.integers(1, 3))
     )
 
 
-def model(knobs: Knobs, flags: list[bool]) -> list[tuple[float, int, int]]:
+def model(knobs, flags):
     """The rule in Python numbers; a float32 is the double nearest to it."""
     scale, tracker, budget = knobs.init_scale, 0, knobs.hysteresis
     states = [(scale, tracker, budget)]
@@ -185,16 +184,14 @@ def model(knobs: Knobs, flags: list[bool]) -> list[tuple[float, int, int]]:
     return states
 
 
-def run(
-    loss_scale: LossScale, state: pa.LossScaleState, flags: list[bool]
-) -> list[pa.LossScaleState]:
+def run(loss_scale, state, flags):
     states = [state]
     for finite in flags:
         states.append(loss_scale.update(states[-1], torch.tensor(finite)))
     return states
 
 
-def numbers(state: pa.LossScaleState) -> tuple[Any, ...]:
+def numbers(state):
     return tuple(x.item() for x in state)
 
 
@@ -202,16 +199,14 @@ long = st.lists(st.booleans(), max_size=30)
 
 
 @given(knobs(), long)
-def test_floor_ceiling_and_hysteresis_are_those_of_the_model(
-    knobs: Knobs, flags: list[bool]
-) -> None:
+def test_floor_ceiling_and_hysteresis_are_those_of_the_model(knobs, flags):
     loss_scale = knobs.loss_scale()
     states = run(loss_scale, loss_scale.init(), flags)
     assert [numbers(state) for state in states] == model(knobs, flags)
     assert all(knobs.min_scale <= state.scale <= knobs.max_scale for state in states)
 
 
-def test_each_knob_does_what_it_says() -> None:
+def test_each_knob_does_what_it_says():
     """The model could share a fault with the code; a reader sees these numbers."""
     loss_scale = pa.dynamic_loss_scale(4.0, 2.0, 0.5, 2, min_scale=2.0, max_scale=8.0, hysteresis=2)
     flags = [False, False, False, True, True, True, True, False, True, False, False]
@@ -223,14 +218,14 @@ def test_each_knob_does_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("most", [8.0, LARGEST])
-def test_overflows_are_counted_anew_where_only_a_ceiling_stops_the_growth(most: float) -> None:
+def test_overflows_are_counted_anew_where_only_a_ceiling_stops_the_growth(most):
     """The ceiling is the knob, or the largest number."""
     loss_scale = pa.dynamic_loss_scale(most, growth_interval=1, max_scale=most, hysteresis=2)
     states = run(loss_scale, loss_scale.init(), [False, True, False, False])
     assert [state.scale.item() / most for state in states] == [1, 1, 1, 1, 0.5]
 
 
-def test_a_state_from_a_longer_interval_grows_at_once() -> None:
+def test_a_state_from_a_longer_interval_grows_at_once():
     before = pa.dynamic_loss_scale(growth_interval=100)
     state = run(before, before.init(), [True] * 50)[-1]
     after = pa.dynamic_loss_scale(growth_interval=10)
@@ -238,7 +233,7 @@ def test_a_state_from_a_longer_interval_grows_at_once() -> None:
 
 
 @given(scales, flags)
-def test_a_static_scale_never_changes(scale: float, flags: list[bool]) -> None:
+def test_a_static_scale_never_changes(scale, flags):
     loss_scale = pa.static_loss_scale(scale)
     first = loss_scale.init()
     states = run(loss_scale, first, flags)
@@ -257,14 +252,12 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-def stacked(states: list[pa.LossScaleState]) -> pa.LossScaleState:
+def stacked(states):
     return pa.LossScaleState(*map(torch.stack, zip(*states, strict=True)))
 
 
 @given(knobs(), st.lists(flags, min_size=1, max_size=4), st.data())
-def test_many_states_update_at_once_under_vmap(
-    knobs: Knobs, histories: list[list[bool]], data: Any
-) -> None:
+def test_many_states_update_at_once_under_vmap(knobs, histories, data):
     loss_scale = knobs.loss_scale()
     states = [run(loss_scale, loss_scale.init(), history)[-1] for history in histories]
     finite = torch.tensor([data.draw(st.booleans()) for _ in states])
@@ -284,10 +277,10 @@ def test_many_states_update_at_once_under_vmap(
 
 @KINDS
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_loss_scale_compiles_into_one_graph(loss_scale: LossScale, backend: str) -> None:
+def test_a_loss_scale_compiles_into_one_graph(loss_scale, backend):
     """Scale, unscale and update compile into one graph, the same for every state."""
 
-    def step(state: pa.LossScaleState, x: Tensor) -> Any:
+    def step(state, x):
         grads = loss_scale.unscale(state, {"x": loss_scale.scale(state, x)})
         return grads, loss_scale.update(state, pa.all_finite(grads))
 
@@ -304,7 +297,7 @@ def test_a_loss_scale_compiles_into_one_graph(loss_scale: LossScale, backend: st
 
 
 @KINDS
-def test_a_state_is_a_tree_with_all_its_fields(loss_scale: LossScale) -> None:
+def test_a_state_is_a_tree_with_all_its_fields(loss_scale):
     state = loss_scale.init()
     assert [x.dtype for x in state] == [torch.float32, torch.int32, torch.int32]
     assert all(x.shape == () for x in state)
@@ -323,7 +316,7 @@ def test_a_state_is_a_tree_with_all_its_fields(loss_scale: LossScale) -> None:
 
 
 @KINDS
-def test_no_call_changes_what_it_is_given(loss_scale: LossScale) -> None:
+def test_no_call_changes_what_it_is_given(loss_scale):
     state, tree = loss_scale.init(), {"w": torch.ones(2), "half": torch.ones((), dtype=torch.half)}
     with unchanged(state, tree):
         loss_scale.unscale(state, tree)
@@ -332,20 +325,20 @@ def test_no_call_changes_what_it_is_given(loss_scale: LossScale) -> None:
 
 
 @KINDS
-def test_a_state_lives_where_init_is_told(loss_scale: LossScale) -> None:
+def test_a_state_lives_where_init_is_told(loss_scale):
     assert {x.device.type for x in loss_scale.init("meta")} == {"meta"}
     meta = loss_scale.init(torch.device("meta"))
     flag = torch.ones((), dtype=torch.bool, device="meta")
     assert {x.device.type for x in loss_scale.update(meta, flag)} == {"meta"}  # nobody looks at it
 
 
-def test_the_scale_can_ride_on_the_cotangent() -> None:
+def test_the_scale_can_ride_on_the_cotangent():
     """``pull(scale)`` has the bits of the gradient of ``scale * loss``."""
     loss_scale = pa.dynamic_loss_scale()
     state = loss_scale.init()
     w, x = torch.tensor([0.3, -1.7]), torch.tensor([[1.1, 2.3], [0.7, -0.2]])
 
-    def loss(w: Tensor) -> Tensor:
+    def loss(w):
         return torch.tanh(x @ w).mean()
 
     value, pull = torch.func.vjp(loss, w)

@@ -5,16 +5,14 @@ Where ``torch.amp.GradScaler`` applies what it should have skipped, it is shown 
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
-from pureaccum._step.loss_scale import LossScale
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
@@ -26,7 +24,7 @@ FINITE = torch.tensor(True)
 
 
 @st.composite
-def numbers_of_a_scale(draw: st.DrawFn) -> tuple[float, list[float]]:
+def numbers_of_a_scale(draw):
     """A power of two, and float32 numbers that it neither overflows nor makes too small."""
     e = draw(st.integers(-120, 120))
     whole = st.integers(-(2**24) + 1, 2**24 - 1)
@@ -36,7 +34,7 @@ def numbers_of_a_scale(draw: st.DrawFn) -> tuple[float, list[float]]:
 
 
 @given(numbers_of_a_scale(), st.sampled_from([torch.float32, torch.float64, torch.complex64]))
-def test_a_power_of_two_changes_no_bit(case: tuple[float, list[float]], dtype: torch.dtype) -> None:
+def test_a_power_of_two_changes_no_bit(case, dtype):
     scale, values = case
     loss_scale = pa.static_loss_scale(scale)
     state = loss_scale.init()
@@ -53,7 +51,7 @@ def test_a_power_of_two_changes_no_bit(case: tuple[float, list[float]], dtype: t
     st.floats(2.0**-149, torch.finfo(torch.float32).max, width=32),
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1),
 )
-def test_any_scale_divides_and_rounds_once(scale: float, values: list[float]) -> None:
+def test_any_scale_divides_and_rounds_once(scale, values):
     """The nearest float32 to the true quotient, which a product with the reciprocal is not."""
     loss_scale = pa.static_loss_scale(scale)
     got = loss_scale.unscale(loss_scale.init(), torch.tensor(values))
@@ -61,7 +59,7 @@ def test_any_scale_divides_and_rounds_once(scale: float, values: list[float]) ->
     assert got.tolist() == want
 
 
-def nearest(x: Fraction) -> float:
+def nearest(x):
     """The float32 nearest to a fraction, ties to even; computed in integers."""
     if x == 0:
         return 0.0
@@ -79,7 +77,7 @@ def nearest(x: Fraction) -> float:
 
 
 @pytest.mark.parametrize("e", [-149, -140, -130, -127])
-def test_a_scale_below_the_normal_numbers_is_undone(e: int) -> None:
+def test_a_scale_below_the_normal_numbers_is_undone(e):
     """Its reciprocal is inf, or nearly; the quotient is not."""
     loss_scale = pa.dynamic_loss_scale(2.0**e, min_scale=2.0**-149)
     state = loss_scale.init()
@@ -93,7 +91,7 @@ def test_a_scale_below_the_normal_numbers_is_undone(e: int) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_a_small_scale_is_undone_on_cuda(where: str) -> None:
+def test_a_small_scale_is_undone_on_cuda(where):
     """CUDA multiplies by the reciprocal where the divisor lies on the host."""
     loss_scale = pa.dynamic_loss_scale(2.0**-130, min_scale=2.0**-149)
     state = loss_scale.init(where)
@@ -102,7 +100,7 @@ def test_a_small_scale_is_undone_on_cuda(where: str) -> None:
 
 
 @pytest.mark.cuda
-def test_a_loss_scale_does_not_wait_for_the_device() -> None:
+def test_a_loss_scale_does_not_wait_for_the_device():
     loss_scale = pa.dynamic_loss_scale(hysteresis=2)
     x = torch.ones(2, device="cuda")
     before = torch.cuda.get_sync_debug_mode()
@@ -120,7 +118,7 @@ def test_a_loss_scale_does_not_wait_for_the_device() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (2,)])
-def test_half_precision_is_widened(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_half_precision_is_widened(dtype, shape):
     loss_scale = pa.dynamic_loss_scale()
     state = loss_scale.init()
     x = torch.full(shape, 1.5, dtype=dtype)
@@ -133,7 +131,7 @@ def test_half_precision_is_widened(dtype: torch.dtype, shape: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
-def test_every_leaf_keeps_its_own_width(shape: tuple[int, ...]) -> None:
+def test_every_leaf_keeps_its_own_width(shape):
     loss_scale = pa.static_loss_scale(2.0**10)
     state = loss_scale.init()
     third = torch.full(shape, 1 / 3, dtype=torch.float64)
@@ -149,7 +147,7 @@ def test_every_leaf_keeps_its_own_width(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64])
-def test_a_sparse_leaf_stays_sparse(dtype: torch.dtype) -> None:
+def test_a_sparse_leaf_stays_sparse(dtype):
     loss_scale = pa.static_loss_scale(4.0)
     x = torch.sparse_coo_tensor(
         torch.tensor([[0, 2, 2]]), torch.tensor([4.0, 8.0, 12.0], dtype=dtype), (4,)
@@ -160,7 +158,7 @@ def test_a_sparse_leaf_stays_sparse(dtype: torch.dtype) -> None:
     assert_trees_bitwise_equal(got.to_dense(), torch.tensor([1.0, 0.0, 5.0, 0.0], dtype=wide))
 
 
-def test_unscaled_is_a_new_tree_also_at_scale_one() -> None:
+def test_unscaled_is_a_new_tree_also_at_scale_one():
     loss_scale = pa.static_loss_scale(1.0)
     tree = {"x": torch.ones(2), "none": None, "empty": torch.ones(0)}
     got = loss_scale.unscale(loss_scale.init(), tree)
@@ -171,14 +169,14 @@ def test_unscaled_is_a_new_tree_also_at_scale_one() -> None:
 # Where GradScaler applies what it should skip -------------------------------------------
 
 
-def overflows(loss_scale: LossScale, count: int) -> pa.LossScaleState:
+def overflows(loss_scale, count):
     state = loss_scale.init()
     for _ in range(count):
         state = loss_scale.update(state, ~FINITE)
     return state
 
 
-def after_overflows(count: int) -> tuple[float, float]:
+def after_overflows(count):
     """GradScaler's scale after so many, and its parameter (lr 1, from 0) after a gradient of 1."""
     scaler = torch.amp.GradScaler("cpu")
     w = nn.Parameter(torch.zeros(()))
@@ -203,9 +201,7 @@ def after_overflows(count: int) -> tuple[float, float]:
         (200, 0.0, math.nan),
     ],
 )
-def test_after_overflows_in_a_row_the_scale_is_that_of_torch_or_its_floor(
-    count: int, scale: float, param: float
-) -> None:
+def test_after_overflows_in_a_row_the_scale_is_that_of_torch_or_its_floor(count, scale, param):
     """From 2**16 on, with the defaults of both."""
     theirs = after_overflows(count)
     assert torch.tensor(theirs).tolist() == pytest.approx([scale, param], rel=0, abs=0, nan_ok=True)
@@ -219,14 +215,14 @@ def test_after_overflows_in_a_row_the_scale_is_that_of_torch_or_its_floor(
     assert overflows(pa.dynamic_loss_scale(), count).scale >= 1.0
 
 
-def scaled(loss_scale: LossScale, state: pa.LossScaleState) -> Any:
-    def loss(w: Tensor) -> Tensor:
+def scaled(loss_scale, state):
+    def loss(w):
         return loss_scale.scale(state, w * 1.0)
 
     return loss
 
 
-def test_an_overflow_that_only_the_unscaled_gradient_shows_is_seen() -> None:
+def test_an_overflow_that_only_the_unscaled_gradient_shows_is_seen():
     """At scale 2**-120 a gradient of 2**130 is scaled to 2**10, and unscaled to inf."""
     gradient = torch.tensor([2.0**10, 1.0])  # of the scaled loss
     loss_scale = pa.dynamic_loss_scale(2.0**-120, min_scale=2.0**-120)

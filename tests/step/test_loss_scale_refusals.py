@@ -1,13 +1,11 @@
 """A loss scale that cannot work is refused where it is made, and says which knob is wrong."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 import pureaccum as pa
-from pureaccum._step.loss_scale import LossScale
 from tests.refusals import refused
 
 
@@ -20,7 +18,7 @@ NO_SCALES = [0, 0.0, -1.0, math.nan, math.inf, 1e-46, 1e39]  # float32 makes 0 o
 
 
 @pytest.mark.parametrize("name", ["init_scale", "min_scale", "max_scale", "scale"])
-def test_a_scale_is_a_positive_number_of_float32(name: str) -> None:
+def test_a_scale_is_a_positive_number_of_float32(name):
     make = pa.static_loss_scale if name == "scale" else pa.dynamic_loss_scale
     for error, values in ((ValueError, NO_SCALES), (TypeError, NO_NUMBERS)):
         for value in values:
@@ -35,9 +33,7 @@ def test_a_scale_is_a_positive_number_of_float32(name: str) -> None:
         ("backoff_factor", [1.0, 1, 2.0, 0.0, -0.5, math.nan], "between 0.0 and 1.0"),
     ],
 )
-def test_a_factor_that_grows_or_shrinks_nothing_is_refused(
-    name: str, values: Any, limits: str
-) -> None:
+def test_a_factor_that_grows_or_shrinks_nothing_is_refused(name, values, limits):
     for value in values:
         with refused(ValueError, f"{name} is {value!r}", "expected", limits):
             pa.dynamic_loss_scale(**{name: value})
@@ -47,7 +43,7 @@ def test_a_factor_that_grows_or_shrinks_nothing_is_refused(
 
 
 @pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
-def test_a_count_is_a_positive_int_of_int32(name: str) -> None:
+def test_a_count_is_a_positive_int_of_int32(name):
     for value in (0, -1, 2**31):
         with refused(ValueError, f"{name} is {value}", "expected an int from 1"):
             pa.dynamic_loss_scale(**{name: value})
@@ -57,12 +53,12 @@ def test_a_count_is_a_positive_int_of_int32(name: str) -> None:
     pa.dynamic_loss_scale(**{name: 2**31 - 1})
 
 
-def test_bounds_that_cross_are_refused() -> None:
+def test_bounds_that_cross_are_refused():
     with refused(ValueError, "min_scale is 8.0", "above max_scale=4.0", "expected"):
         pa.dynamic_loss_scale(4.0, min_scale=8.0, max_scale=4.0)
 
 
-def test_a_first_scale_outside_its_bounds_is_refused() -> None:
+def test_a_first_scale_outside_its_bounds_is_refused():
     with refused(ValueError, "init_scale is 0.5", "min_scale=1.0", "pass min_scale=0.5 or less"):
         pa.dynamic_loss_scale(0.5)
     with refused(ValueError, "init_scale is 16.0", "max_scale=8.0", "pass max_scale=16.0 or more"):
@@ -71,7 +67,7 @@ def test_a_first_scale_outside_its_bounds_is_refused() -> None:
 
 @KINDS
 @pytest.mark.parametrize("state", [None, torch.tensor(2.0), (2.0, 0, 1), {"scale": 2.0}])
-def test_what_is_no_state_of_a_loss_scale_is_refused(loss_scale: LossScale, state: Any) -> None:
+def test_what_is_no_state_of_a_loss_scale_is_refused(loss_scale, state):
     words = (f"state is a {type(state).__name__}", "expects the LossScaleState", "init")
     for call in (
         lambda: loss_scale.scale(state, torch.ones(())),
@@ -92,14 +88,14 @@ def test_what_is_no_state_of_a_loss_scale_is_refused(loss_scale: LossScale, stat
         (torch.tensor([True, False]), ["torch.bool", "(2,)"]),
     ],
 )
-def test_finite_is_a_0d_bool_tensor(loss_scale: LossScale, finite: Any, words: Any) -> None:
+def test_finite_is_a_0d_bool_tensor(loss_scale, finite, words):
     state = loss_scale.init()
     with refused(TypeError, "finite", *words, "expected a 0-d bool tensor", given=state):
         loss_scale.update(state, finite)
 
 
 @KINDS
-def test_only_tensors_are_scaled(loss_scale: LossScale) -> None:
+def test_only_tensors_are_scaled(loss_scale):
     state = loss_scale.init()
     with refused(TypeError, "x is a float", "expected a tensor", given=state):
         loss_scale.scale(state, 1.0)

@@ -1,13 +1,10 @@
 """What is predicted of a step's memory is what is counted, and that is what torch allocates."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import pureaccum as pa
@@ -19,7 +16,7 @@ from tests.refusals import saying
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("one buffer")]
 
 
-def allocated(call: Callable[[], Any], file: Path) -> int:
+def allocated(call, file):
     """The most that torch's CPU allocator gave out, kernels' own memory included."""
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
@@ -35,36 +32,36 @@ def allocated(call: Callable[[], Any], file: Path) -> int:
     return most
 
 
-def draw(*shape: int) -> Tensor:
+def draw(*shape):
     return torch.randn(shape, generator=generator(0))
 
 
-def mlp() -> nn.Module:
+def mlp():
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8))
 
 
-def convnet() -> nn.Module:
+def convnet():
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
     )
 
 
-def transformer() -> nn.Module:
+def transformer():
     return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+NETWORKS = {
     "mlp": (mlp, (64, 64)),
     "convnet": (convnet, (32, 3, 8, 8)),
     "transformer": (transformer, (32, 16, 32)),
 }
 
 
-def made(name: str, engine: Any = "func", **knobs: Any) -> tuple[Any, Any, Tensor]:
+def made(name, engine="func", **knobs):
     make, shape = NETWORKS[name]
     net = make()
 
-    def loss(params: Any, batch: Tensor) -> Tensor:
+    def loss(params, batch):
         return (torch.func.functional_call(net, params, (batch,)) ** 2).mean()
 
     knobs |= {"microbatch_size": 8, "engine": engine, "check": False}
@@ -75,9 +72,7 @@ def made(name: str, engine: Any = "func", **knobs: Any) -> tuple[Any, Any, Tenso
 @pytest.mark.parametrize(
     ("name", "engine"), [("mlp", "func"), ("convnet", "func"), ("transformer", "autograd")]
 )
-def test_of_real_networks_what_is_predicted_is_counted_and_measured(
-    name: str, engine: Any, tmp_path: Path
-) -> None:
+def test_of_real_networks_what_is_predicted_is_counted_and_measured(name, engine, tmp_path):
     """To the bytes of a few 0-d tensors, that kernels make and that only some of the three see.
 
     A convolution's kernel also allocates its own; of that the report is a lower bound.
@@ -96,7 +91,7 @@ def test_of_real_networks_what_is_predicted_is_counted_and_measured(
         assert abs(measured.beyond_arguments - truth) <= 64
 
 
-def test_each_number_of_a_report_is_what_it_is_named() -> None:
+def test_each_number_of_a_report_is_what_it_is_named():
     """A product of a row and a matrix, of which nothing is kept but what the square needs."""
     step = pa.make_step(lambda w, x: ((x @ w) ** 2).mean(), pa.adamw(), microbatch_size=16)
     state = step.init(torch.ones(128, 64).bfloat16())
@@ -112,7 +107,7 @@ def test_each_number_of_a_report_is_what_it_is_named() -> None:
     assert [line.split()[0] for line in lines[7:]] == ["together", "beyond"]
 
 
-def test_activations_go_with_the_microbatch_and_gradients_do_not() -> None:
+def test_activations_go_with_the_microbatch_and_gradients_do_not():
     step, state, batch = made("mlp")
     whole = pa.memory_report(step, state, batch)
     half = pa.memory_report(step, state, batch[:4])
@@ -123,14 +118,14 @@ def test_activations_go_with_the_microbatch_and_gradients_do_not() -> None:
 NORMED = pa.functional(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout()))
 
 
-def everything(params: Any, batch: Any, buffers: Any, keys: Tensor) -> Any:
+def everything(params, batch, buffers, keys):
     out, new = NORMED.apply(params, buffers, pa.dropout(batch["x"], 0.5, keys))
     assert out.isfinite().all()  # reads a number
     return pa.Weighted((out**2).sum(), batch["mask"].sum()), (new, {"rows": out.sum(1)})
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_what_is_predicted_of_steps_of_all_kinds_is_counted(donate: bool) -> None:
+def test_what_is_predicted_of_steps_of_all_kinds_is_counted(donate):
     step = pa.make_step(
         everything,
         pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1, momentum=0.9)),
@@ -155,10 +150,10 @@ def test_what_is_predicted_of_steps_of_all_kinds_is_counted(donate: bool) -> Non
     step(state, batch)  # still whole
 
 
-def test_a_loss_that_cuts_its_batch_is_predicted() -> None:
+def test_a_loss_that_cuts_its_batch_is_predicted():
     embed = pa.microbatch(lambda params, batch: torch.tanh(batch @ params), microbatch_size=8)
 
-    def loss(params: Any, batch: Tensor) -> Tensor:
+    def loss(params, batch):
         out = embed(params, batch)
         return (out @ out.T).logsumexp(1).mean()
 
@@ -168,7 +163,7 @@ def test_a_loss_that_cuts_its_batch_is_predicted() -> None:
     assert predicted.activations >= 32 * 16 * 4  # the rows
 
 
-def test_views_of_what_a_loss_captures_take_no_memory() -> None:
+def test_views_of_what_a_loss_captures_take_no_memory():
     """A linear layer transposes its weight at every call, and that is as large as all else here."""
     frozen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
     step = pa.make_step(
@@ -180,7 +175,7 @@ def test_views_of_what_a_loss_captures_take_no_memory() -> None:
     assert predicted.beyond_arguments < 64 * 64 * 4
 
 
-def test_a_model_that_does_not_fit_is_predicted() -> None:
+def test_a_model_that_does_not_fit_is_predicted():
     """16 TiB of parameters: only on the meta device, and only predicted."""
     step = pa.make_step(lambda w, x: (torch.tanh(x @ w) ** 2).mean(), pa.adamw(), microbatch_size=8)
     state = step.init(torch.empty(2**21, 2**21, device="meta"))
@@ -191,10 +186,10 @@ def test_a_model_that_does_not_fit_is_predicted() -> None:
     assert "measured" not in str(report)
 
 
-def test_a_step_that_compiles_is_refused() -> None:
+def test_a_step_that_compiles_is_refused():
     step = pa.make_step(lambda w, x: (x * w).mean(), pa.sgd(0.1), compile=True)
     state = step.init(torch.ones(2))
     with saying(ValueError, "compiles itself", "without compile"):
         pa.memory_report(step, state, torch.ones(3, 2))
     with saying(TypeError, "state is a Tensor", "TrainState"):
-        pa.memory_report(step, torch.ones(3), torch.ones(3, 2))  # type: ignore
+        pa.memory_report(step, torch.ones(3), torch.ones(3, 2))

@@ -29,13 +29,13 @@ PAGE = Path(__file__).parents[2] / "examples" / "guide" / "together.md"
         ),
     ],
 )
-def test_two_features_go_together(pair: tuple[str, ...]) -> None:
+def test_two_features_go_together(pair):
     check(pair)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
-def test_two_features_go_together_on_ranks() -> None:
+def test_two_features_go_together_on_ranks():
     """One test, since processes are started once for all pairs."""
     some = [*((name,) for name in RANKS), *(it for it in pairs() if RANKS & {*it})]
     cases = {" and ".join(pair): partial(check, pair) for pair in some}
@@ -48,12 +48,12 @@ def test_two_features_go_together_on_ranks() -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_nine_of_ten_cells_that_have_a_meaning_work() -> None:
+def test_nine_of_ten_cells_that_have_a_meaning_work():
     every = [*pairs()]
     assert all(pair in every for pair in REFUSED)
     meant = [it for it in every if it not in REFUSED or REFUSED[it].reason != "no meaning"]
     assert len([it for it in meant if it not in REFUSED]) >= 0.9 * len(meant)
 
 
-def test_the_page_is_the_table() -> None:
+def test_the_page_is_the_table():
     assert page() in PAGE.read_text(), "python -m tests.step.pairs prints the table of the page"

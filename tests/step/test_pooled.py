@@ -9,13 +9,13 @@ that are off themselves, behind a convolution, add to e. Last comes the momentum
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import example, given, target
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from pureaccum._pure.functional import functional
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -59,7 +59,7 @@ KINDS = {
 }
 
 
-def make(kind: Kind, momentum: float | None, dtype: torch.dtype, seed: int) -> nn.Module:
+def make(kind, momentum, dtype, seed):
     """With running statistics from a life before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -71,12 +71,12 @@ def make(kind: Kind, momentum: float | None, dtype: torch.dtype, seed: int) -> n
     return net
 
 
-def batch(kind: Kind, rows: int, shift: float, dtype: torch.dtype, seed: int) -> Tensor:
+def batch(kind, rows, shift, dtype, seed):
     x = torch.randn(rows, *kind.shape, generator=generator(seed), dtype=torch.float64)
     return (x + shift).to(dtype)
 
 
-def check(kind: Kind, net: nn.Module, x: Tensor, got: Any) -> float:
+def check(kind, net, x, got):
     """Against what the network does to its own buffers when it is given the full batch.
 
     Returns the largest share of the bound that was needed.
@@ -105,7 +105,7 @@ def check(kind: Kind, net: nn.Module, x: Tensor, got: Any) -> float:
     }
     with torch.no_grad():
         net(x)
-    shares: list[float] = []
+    shares = []
     for name, bound in allowed.items():
         full, here = getattr(norm, name), got[f"{kind.norm}.{name}"]
         assert here.dtype == full.dtype
@@ -126,14 +126,7 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @given(cuts, st.sampled_from(MOMENTA), st.sampled_from([0.0, 1000.0]), seeds())
 @example([2, 2], None, 1000.0, 0)
 @example([5, 2, 6], 1.0, 1000.0, 0)
-def test_any_cut_gives_the_statistics_of_the_full_batch(
-    dtype: torch.dtype,
-    kind: Kind,
-    sizes: list[int],
-    momentum: float | None,
-    shift: float,
-    seed: int,
-) -> None:
+def test_any_cut_gives_the_statistics_of_the_full_batch(dtype, kind, sizes, momentum, shift, seed):
     """At 1000 deviations from zero, too, where a sum of squares would cancel."""
     net, x = make(kind, momentum, dtype, seed), batch(kind, sum(sizes), shift, dtype, seed)
     fn = functional(net)
@@ -145,8 +138,8 @@ def test_any_cut_gives_the_statistics_of_the_full_batch(
 @kinds
 @given(cuts, st.data(), seeds())
 def test_microbatches_that_do_not_count_leave_no_trace_in_the_statistics(
-    dtype: torch.dtype, kind: Kind, sizes: list[int], data: st.DataObject, seed: int
-) -> None:
+    dtype, kind, sizes, data, seed
+):
     """They are NaN; the full batch is the rest. Where there is none, all stays as it was."""
     keeps = [data.draw(st.booleans()) for _ in sizes]
     net, x = make(kind, 0.5, dtype, seed), batch(kind, sum(sizes), 3.0, dtype, seed)
@@ -162,7 +155,7 @@ def test_microbatches_that_do_not_count_leave_no_trace_in_the_statistics(
 
 
 @given(cuts, seeds())
-def test_to_count_all_microbatches_is_not_to_ask_which_count(sizes: list[int], seed: int) -> None:
+def test_to_count_all_microbatches_is_not_to_ask_which_count(sizes, seed):
     kind = KINDS["2d"]
     fn = functional(make(kind, 0.1, torch.float32, seed))
     parts = batch(kind, sum(sizes), 0.0, torch.float32, seed).split(sizes)
@@ -174,7 +167,7 @@ def test_to_count_all_microbatches_is_not_to_ask_which_count(sizes: list[int], s
 
 
 @dtypes
-def test_an_empty_microbatch_adds_nothing(dtype: torch.dtype) -> None:
+def test_an_empty_microbatch_adds_nothing(dtype):
     kind = KINDS["1d"]
     net, x = make(kind, 0.1, dtype, 0), batch(kind, 7, 0.0, dtype, 0)
     fn = functional(net)
@@ -182,14 +175,14 @@ def test_an_empty_microbatch_adds_nothing(dtype: torch.dtype) -> None:
     check(kind, net, x, got)
 
 
-def test_two_layers_side_by_side_each_get_their_statistics() -> None:
+def test_two_layers_side_by_side_each_get_their_statistics():
     """Side by side, so neither lies above the other; their buffers in dicts of a dict."""
     kind = KINDS["1d"]
     nets = {name: make(kind, 0.25, torch.float64, i) for i, name in enumerate("ba")}
     fns = {name: functional(net) for name, net in nets.items()}
     x = batch(kind, 9, 0.0, torch.float64, 0)
 
-    def apply(params: Any, buffers: Any, x: Tensor) -> Any:
+    def apply(params, buffers, x):
         outs, new_buffers = {}, {}
         for name, fn in fns.items():
             outs[name], new_buffers[name] = fn.apply(params[name], buffers[name], x)
@@ -202,7 +195,7 @@ def test_two_layers_side_by_side_each_get_their_statistics() -> None:
         check(kind, net, x, got[name])
 
 
-def test_a_layer_above_another_gets_other_statistics_than_the_full_batch() -> None:
+def test_a_layer_above_another_gets_other_statistics_than_the_full_batch():
     """What reaches it was normalised with the statistics of a microbatch."""
     upper = KINDS["1d"]
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3)).double()

@@ -1,13 +1,10 @@
 """Further arguments of a loss, whole for every microbatch; and a window in one call."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo.testing
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
@@ -17,8 +14,8 @@ from tests.draws import generator
 
 pytestmark = pytest.mark.exact
 ROWS = 6
-EAGER: Any = {"backend": "eager"}
-FORMS: dict[str, dict[str, Any]] = {
+EAGER = {"backend": "eager"}
+FORMS = {
     "eager": {},
     "func": {"engine": "func"},
     "donated": {"donate": True},
@@ -26,29 +23,29 @@ FORMS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": EAGER},
     "compiled and donated": {"compile": EAGER, "donate": True},
 }
-MADE: dict[Any, Any] = {}
+MADE = {}
 
 
-def integers(seed: int, *shape: int) -> Tensor:
+def integers(seed, *shape):
     return torch.randint(-7, 8, shape, generator=generator(seed)).float()
 
 
-def loss(w: Tensor, x: Tensor, teacher: Any, beta: Any) -> Any:
+def loss(w, x, teacher, beta):
     """The teacher has as many rows as the batch, and is not cut all the same."""
     total = (x @ w).sum() * beta + (x @ teacher["w"]).sum() * w.sum()
     seen = {"rows": pa.Weighted(len(teacher["rows"]) * total.detach(), len(x)), "top": x.amax()}
     return pa.Weighted(total, len(x)), seen
 
 
-def made(form: str, **knobs: Any) -> Any:
+def made(form, **knobs):
     key = form, *map(str, knobs.values())
     if key not in MADE:
-        given_: dict[str, Any] = {"has_aux": True, "aux_reduction": {"rows": "sum", "top": "max"}}
+        given_ = {"has_aux": True, "aux_reduction": {"rows": "sum", "top": "max"}}
         MADE[key] = pa.make_step(loss, pa.sgd(1.0), **(given_ | FORMS[form] | knobs))
     return MADE[key]
 
 
-def teacher(seed: int) -> dict[str, Tensor]:
+def teacher(seed):
     return {"w": integers(seed, 2), "rows": torch.ones(ROWS, requires_grad=True)}
 
 
@@ -59,9 +56,7 @@ def teacher(seed: int) -> dict[str, Tensor]:
 @given(
     seeds(), st.sampled_from([[6], [4, 2], [2, 2, 2], [1, 5]]), st.sampled_from([2.0, -3.0, 0.5])
 )
-def test_what_is_shared_is_whole_for_every_microbatch(
-    form: str, seed: int, sizes: list[int], beta: float
-) -> None:
+def test_what_is_shared_is_whole_for_every_microbatch(form, seed, sizes, beta):
     x, w, guide = integers(seed, ROWS, 2), torch.tensor([1.0, -2.0]), teacher(seed + 1)
     want = (x.sum(0) * beta + (x @ guide["w"]).sum()) / ROWS
     top, each = x.amax(), loss(w, x, guide, beta)[1]["rows"]
@@ -86,15 +81,15 @@ def test_what_is_shared_is_whole_for_every_microbatch(
     assert torch.equal(state.params, w - want)
 
 
-def test_a_graph_is_made_once_for_a_tensor_and_once_for_each_value_of_a_number() -> None:
+def test_a_graph_is_made_once_for_a_tensor_and_once_for_each_value_of_a_number():
     count = torch._dynamo.testing.CompileCounter()
 
-    def annealed(w: Tensor, x: Tensor, beta: Any) -> Tensor:
+    def annealed(w, x, beta):
         return (x * w).mean() * beta["now"]
 
     step = pa.make_step(annealed, pa.sgd(1.0), microbatch_size=None, compile={"backend": count})
     state, x = step.init(torch.tensor(1.0)), torch.arange(4.0)
-    frames: list[int] = []
+    frames = []
     for beta in (0.5, 3.0, 0.5, 3.0, *map(torch.tensor, (7.5, 11.0, 13.5))):
         assert step(state, x, {"now": beta})[1].loss == 1.5 * beta
         frames.append(count.frame_count)
@@ -102,10 +97,10 @@ def test_a_graph_is_made_once_for_a_tensor_and_once_for_each_value_of_a_number()
     assert frames == [once, 2 * once, 2 * once, 2 * once, *[3 * once] * 3]
 
 
-def test_with_keys_buffers_a_policy_and_a_loss_scale() -> None:
+def test_with_keys_buffers_a_policy_and_a_loss_scale():
     """What is shared comes after the batch, and a policy casts it as it casts the batch."""
 
-    def full(w: Tensor, x: Tensor, guide: Tensor, *, buffers: Any, keys: Tensor) -> Any:
+    def full(w, x, guide, *, buffers, keys):
         assert {w.dtype, x.dtype, guide.dtype} == {torch.bfloat16}
         assert len(keys) == len(x)
         return (x * w * guide.sum()).mean(), {"n": buffers["n"] + 1}
@@ -130,11 +125,11 @@ def test_with_keys_buffers_a_policy_and_a_loss_scale() -> None:
 # Transforms --------------------------------------------------------------------------------------
 
 
-def test_derivatives_with_respect_to_what_is_shared() -> None:
+def test_derivatives_with_respect_to_what_is_shared():
     """A meta-gradient with respect to a teacher, in microbatches as in one."""
 
-    def after(size: int | None, guide: Tensor) -> Tensor:
-        def distilled(w: Tensor, x: Tensor, guide: Tensor) -> Tensor:
+    def after(size, guide):
+        def distilled(w, x, guide):
             return ((x @ w - x @ guide) ** 2).mean()
 
         step = pa.make_step(distilled, pa.sgd(0.125), microbatch_size=size)
@@ -152,7 +147,7 @@ def test_derivatives_with_respect_to_what_is_shared() -> None:
     assert torch.allclose(each[0], want, rtol=1e-12, atol=0)
 
 
-def test_an_ensemble_has_a_teacher_each() -> None:
+def test_an_ensemble_has_a_teacher_each():
     step = made("eager", microbatch_size=4)
     guides = [teacher(seed) for seed in (1, 2)]
     x, states = integers(0, ROWS, 2), [step.init(integers(seed, 2)) for seed in (3, 4)]
@@ -162,7 +157,7 @@ def test_an_ensemble_has_a_teacher_each() -> None:
         assert_trees_bitwise_equal(got.params, step(state, x, guide, 2.0)[0].params)
 
 
-def test_a_memory_report_is_given_what_the_step_is_given() -> None:
+def test_a_memory_report_is_given_what_the_step_is_given():
     step = made("eager", microbatch_size=2)
     report = pa.memory_report(step, step.init(torch.ones(2)), torch.ones(6, 2), teacher(0), 2.0)
     assert report.measured
@@ -173,8 +168,8 @@ def test_a_memory_report_is_given_what_the_step_is_given() -> None:
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled"])
-def test_a_write_to_what_is_shared_is_refused_by_name(form: str) -> None:
-    def writing(w: Tensor, x: Tensor, guide: Any) -> Tensor:
+def test_a_write_to_what_is_shared_is_refused_by_name(form):
+    def writing(w, x, guide):
         guide["ema"].mul_(0.5)
         return (x * w).mean() + 0 * guide["ema"].sum()
 
@@ -187,10 +182,10 @@ def test_a_write_to_what_is_shared_is_refused_by_name(form: str) -> None:
         step.window(state, [torch.ones(4)], guide)
 
 
-def test_a_loss_that_decides_by_what_is_shared_is_watched_for_each_kind() -> None:
+def test_a_loss_that_decides_by_what_is_shared_is_watched_for_each_kind():
     kept = torch.zeros(3)
 
-    def deciding(w: Tensor, x: Tensor, training: bool) -> Tensor:
+    def deciding(w, x, training):
         if training:
             kept.add_(1.0)
         return (x * w).mean()
@@ -205,7 +200,7 @@ def test_a_loss_that_decides_by_what_is_shared_is_watched_for_each_kind() -> Non
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("given_", [torch.ones(4, 2), {"x": torch.ones(2)}, "words", 3, None])
-def test_what_is_no_stream_is_no_window(form: str, given_: Any) -> None:
+def test_what_is_no_stream_is_no_window(form, given_):
     step = made(form)
     state = step.init(torch.ones(2))
     with unchanged(state), pytest.raises(TypeError, match="expected an iterable of microbatches"):
@@ -213,7 +208,7 @@ def test_what_is_no_stream_is_no_window(form: str, given_: Any) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_window_of_nothing_is_not_applied(form: str) -> None:
+def test_a_window_of_nothing_is_not_applied(form):
     step = made(form)
     state, info = step.window(step.init(torch.ones(2)), [], teacher(0), 1.0)
     assert not info.applied
@@ -223,8 +218,8 @@ def test_a_window_of_nothing_is_not_applied(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled"])
-def test_a_window_that_breaks_off_loses_nothing(form: str) -> None:
-    def stream() -> Any:
+def test_a_window_that_breaks_off_loses_nothing(form):
+    def stream():
         yield torch.ones(2, 2)
         raise OSError("the disk")
 
@@ -239,7 +234,7 @@ def test_a_window_that_breaks_off_loses_nothing(form: str) -> None:
 
 
 @given(seeds(), compositions(ROWS))
-def test_a_step_takes_a_list_of_sizes(seed: int, sizes: list[int]) -> None:
+def test_a_step_takes_a_list_of_sizes(seed, sizes):
     x, w = integers(seed, ROWS, 2), torch.tensor([1.0, -2.0])
     step = made("eager", microbatch_size=sizes)
     guide = teacher(seed + 1)
@@ -250,7 +245,7 @@ def test_a_step_takes_a_list_of_sizes(seed: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled"])
-def test_sizes_that_are_not_those_of_the_batch_are_refused(form: str) -> None:
+def test_sizes_that_are_not_those_of_the_batch_are_refused(form):
     step = made(form, microbatch_size=[2, 3])
     state = step.init(torch.ones(2))
     with pytest.raises(ValueError, match="are 5 rows; the batch has 6"):

@@ -4,18 +4,17 @@ Exact data, and a learning rate and loss scales that are powers of two.
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
-from pureaccum.testing.strategies import KINDS, ExactModel, compositions, losses, pieces, reduction
+from pureaccum.testing.strategies import KINDS, compositions, losses, pieces, reduction
 from tests.draws import examples, few, powers_of_two, slices, take
 from tests.exactly import copied, same
 from tests.tables import each_once
@@ -29,28 +28,28 @@ engines = st.sampled_from(["func", "autograd"])
 not_finite = st.sampled_from([torch.inf, -torch.inf, torch.nan])
 
 
-def streamed(step: Any, state: Any, parts: list[Any]) -> tuple[Any, Any]:
+def streamed(step, state, parts):
     window = step.begin(state)
     for part in parts:
         window = step.update(state, window, part)
     return step.apply(state, window)
 
 
-def models(kind: str) -> st.SearchStrategy[ExactModel]:
+def models(kind):
     """Means over a power of two are exact also where torch itself takes them."""
     return (powers_of_two if kind == "mean" else few).flatmap(losses)
 
 
-def weight_of(kind: str, batch: dict[str, Tensor]) -> float:
+def weight_of(kind, batch):
     return {"sum": 0.0, "mean": len(batch["y"]), "weighted": float(batch["mask"].sum())}[kind]
 
 
-def updated(params: Any, grads: Any, lr: float) -> Any:
+def updated(params, grads, lr):
     """Rounded once: the product is exact."""
     return optree.tree_map(lambda p, g: p - lr * g, params, grads)
 
 
-def dense(grads: Any) -> Any:
+def dense(grads):
     return optree.tree_map(lambda g: g.to_dense(), grads)
 
 
@@ -64,11 +63,11 @@ class Fields(NamedTuple):
     scale: float
 
 
-def fields(info: pa.StepInfo) -> Fields:
+def fields(info):
     return Fields(*(getattr(info, name).item() for name in Fields._fields))
 
 
-def stays(old: pa.TrainState, new: pa.TrainState, rows: int) -> None:
+def stays(old, new, rows):
     """What a step that is not applied may change: two counts, and the loss scale."""
     assert_trees_bitwise_equal(new[:3], old[:3])
     assert_trees_bitwise_equal(new.key, old.key)
@@ -97,7 +96,7 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
     }
     want = updated(model.params, grads, lr) if weight or kind == "sum" else model.params
 
-    def check(new: pa.TrainState, info: pa.StepInfo, microbatches: int, exact: bool) -> None:
+    def check(new, info, microbatches, exact):
         assert_trees_bitwise_equal(new.params, want)
         assert_trees_bitwise_equal(info.grad_norm, pa.global_norm(grads))
         if exact:
@@ -209,7 +208,7 @@ def test_aux_of_a_step_is_reduced(kind, data):
     model = data.draw(models(kind))
     plain = model.loss(kind)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         rows = model.per_row(params, batch)
         at = batch["index"]
         aux = {"all": rows, "count": len(at), "last": at[-1], "each": at[0], "mean": at.amax()}
@@ -271,7 +270,7 @@ def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale,
     batch = model.batch | {"y": model.batch["y"].clone()}
     batch["y"][bad] = number
 
-    def split(parts: list[slice]) -> tuple[list[slice], int]:
+    def split(parts):
         """Those that are left, and how many are skipped."""
         left = []
         for rows in parts:
@@ -280,7 +279,7 @@ def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale,
                 left.append(rows)
         return left, len(parts) - len(left)
 
-    def make(nonfinite: str, size: int | None = None) -> Any:
+    def make(nonfinite, size=None):
         return pa.make_step(
             model.loss(kind),
             pa.sgd(0.5, momentum=0.5),
@@ -292,7 +291,7 @@ def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale,
             donate=donate,
         )
 
-    def check(old: pa.TrainState, new: pa.TrainState, info: Any, parts: list[slice]) -> None:
+    def check(old, new, info, parts):
         left, skipped = split(parts)
         clean = make("propagate")
         start = clean.init(model.params)
@@ -328,7 +327,7 @@ def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale,
 def test_a_batch_that_is_skipped_whole_is_not_applied(kind, size, scaled):
     """The loss scale hears of it."""
 
-    def loss(w: Tensor, x: Tensor) -> Any:
+    def loss(w, x):
         rows = (w * x) ** 2
         if kind == "weighted":
             return pa.Weighted(rows.sum(), torch.tensor(float(len(x))))
@@ -361,7 +360,7 @@ def test_a_batch_that_is_skipped_whole_is_not_applied(kind, size, scaled):
 BUFFERS = {"seen": torch.tensor([2.0, torch.nan]), "count": torch.tensor(3)}
 
 
-def with_buffers(params: Any, batch: Any, buffers: Any) -> Any:
+def with_buffers(params, batch, buffers):
     """A buffer that always changes, and takes NaN on."""
     total = (batch["mask"] * (params["w"] * batch["x"] + params["b"]) ** 2).sum()
     seen = {"seen": buffers["seen"] + batch["x"].sum(), "count": buffers["count"] + 1}
@@ -371,10 +370,10 @@ def with_buffers(params: Any, batch: Any, buffers: Any) -> Any:
 class Average:
     """A gradient map that keeps what it saw."""
 
-    def init(self, params: Any) -> Any:
+    def init(self, params):
         return optree.tree_map(torch.zeros_like, params)
 
-    def update(self, grads: Any, state: Any) -> Any:
+    def update(self, grads, state):
         mean = optree.tree_map(lambda m, g: (m + g) / 2, state, grads)
         return mean, mean
 

@@ -1,13 +1,11 @@
 """A step changes nothing that it was given; with ``donate=True`` only what it was given up."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
@@ -26,7 +24,7 @@ from tests.exactly import copied, same
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
 GIVEN_UP = r"given up with donate=True.*Use the returned state"
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "sgd": pa.sgd(0.1),
     "momentum": pa.sgd(0.1, momentum=0.9),
     "fused sgd": pa.sgd(0.1, momentum=0.9, fused=True),
@@ -43,18 +41,18 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 donations = pytest.mark.parametrize("donate", [False, True])
 
 
-def leaves(tree: Any) -> list[Tensor]:
+def leaves(tree):
     return optree.tree_leaves(tree, namespace="pureaccum")
 
 
-def streamed(step: Any, state: Any, parts: list[Any]) -> Any:
+def streamed(step, state, parts):
     window = step.begin(state)
     for part in parts:
         window = step.update(state, window, part)
     return step.apply(state, window)
 
 
-def is_gone(tree: Any) -> bool:
+def is_gone(tree):
     """Every leaf of it refuses with our words."""
     for leaf in leaves(tree):
         with pytest.raises(RuntimeError, match=GIVEN_UP):
@@ -65,12 +63,12 @@ def is_gone(tree: Any) -> bool:
 # Arguments --------------------------------------------------------------------------------
 
 
-def module_step(**knobs: Any) -> tuple[nn.Module, Any, Any]:
+def module_step(**knobs):
     """A module with parameters, buffers and a mode, and a loss that draws."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
     fn = pa.functional(module)
 
-    def loss(params: Any, batch: Any, buffers: Any, keys: Tensor) -> Any:
+    def loss(params, batch, buffers, keys):
         out, new = fn.apply(params, buffers, batch["x"])
         return ((out[:, 0] - batch["y"]) ** 2).mean(), new
 
@@ -80,9 +78,7 @@ def module_step(**knobs: Any) -> tuple[nn.Module, Any, Any]:
 @engines
 @pytest.mark.parametrize("nonfinite", NONFINITE)
 @pytest.mark.parametrize("buffers", ["freeze", "sequential", "pooled"])
-def test_a_module_and_its_state_stay_what_they_were(
-    engine: Any, nonfinite: Any, buffers: Any
-) -> None:
+def test_a_module_and_its_state_stay_what_they_were(engine, nonfinite, buffers):
     """Its dropout draws from the global generator, as under torch.func: that alone moves."""
     module, fn, step = module_step(
         optimizer=pa.adamw(0.1),
@@ -105,9 +101,7 @@ def test_a_module_and_its_state_stay_what_they_were(
 @every_optimizer
 @engines
 @pytest.mark.parametrize("poison", [None, torch.nan])
-def test_no_argument_changes_and_nothing_is_drawn(
-    optimizer: Any, engine: Any, poison: float | None
-) -> None:
+def test_no_argument_changes_and_nothing_is_drawn(optimizer, engine, poison):
     """Applied or not; small leaves and a large one; bits, versions and modes."""
     step = pa.make_step(
         mean_loss,
@@ -138,7 +132,7 @@ def test_no_argument_changes_and_nothing_is_drawn(
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_the_mode_around_it_does_not_matter(mode: Any) -> None:
+def test_the_mode_around_it_does_not_matter(mode):
     step = pa.make_step(mean_loss, pa.adamw(0.1), microbatch_size=2)
     params, batch = make_params(), make_batch(5)
     state = step.init(params)
@@ -151,7 +145,7 @@ def test_the_mode_around_it_does_not_matter(mode: Any) -> None:
     assert not any(x.requires_grad for x in leaves((got, other)))
 
 
-def test_parameters_that_require_grad_stay_out_of_it() -> None:
+def test_parameters_that_require_grad_stay_out_of_it():
     """No graph reaches back from the state into the module."""
     step = pa.make_step(mean_loss, pa.adamw(0.1), microbatch_size=2)
     params = {name: x.requires_grad_() for name, x in make_params().items()}
@@ -167,16 +161,14 @@ def test_parameters_that_require_grad_stay_out_of_it() -> None:
 @every_optimizer
 @engines
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_all_of_a_donated_state_is_gone_and_the_new_one_is_right(
-    optimizer: Any, engine: Any, nonfinite: Any
-) -> None:
+def test_all_of_a_donated_state_is_gone_and_the_new_one_is_right(optimizer, engine, nonfinite):
     """Whole and streamed, applied and not."""
 
-    def with_all(params: Any, batch: Any, buffers: Any, keys: Tensor) -> Any:
+    def with_all(params, batch, buffers, keys):
         new = {"n": buffers["n"] + 1, "still": buffers["still"]}
         return mean_loss(params, batch), (new, {"x": batch["x"], "keys": keys})
 
-    def make(donate: bool) -> Any:
+    def make(donate):
         return pa.make_step(
             with_all,
             optimizer,
@@ -195,7 +187,7 @@ def test_all_of_a_donated_state_is_gone_and_the_new_one_is_right(
     params, batch, bad = make_params(), make_batch(5), make_batch(5)
     bad["y"][:] = torch.nan
     kept, given = keeps.init(params, held), gives.init(params, held)
-    infos: list[Any] = []
+    infos = []
     for part in (batch, bad, batch):
         with unchanged(params, held, batch, infos):
             old = given
@@ -226,7 +218,7 @@ def test_all_of_a_donated_state_is_gone_and_the_new_one_is_right(
 
 
 @every_optimizer
-def test_donated_memory_is_the_memory_of_the_new_params(optimizer: Any) -> None:
+def test_donated_memory_is_the_memory_of_the_new_params(optimizer):
     step = pa.make_step(mean_loss, optimizer, microbatch_size=2, donate=True)
     state = step.init(make_params())
     before = {name: x.data_ptr() for name, x in state.params.items()}
@@ -238,7 +230,7 @@ def test_donated_memory_is_the_memory_of_the_new_params(optimizer: Any) -> None:
     assert {name: x.data_ptr() for name, x in window.accum.grads.items()} == sums
 
 
-def test_without_donation_any_old_state_goes_on() -> None:
+def test_without_donation_any_old_state_goes_on():
     step = pa.make_step(mean_loss, pa.adamw(0.1), microbatch_size=2)
     states = [step.init(make_params())]
     for _ in range(3):
@@ -247,7 +239,7 @@ def test_without_donation_any_old_state_goes_on() -> None:
         assert_trees_bitwise_equal(step(one, make_batch(5))[0], two)
 
 
-def test_a_donated_state_cannot_step_again() -> None:
+def test_a_donated_state_cannot_step_again():
     step = pa.make_step(mean_loss, pa.adamw(0.1), microbatch_size=2, donate=True)
     old = step.init(make_params())
     window = step.begin(old)
@@ -266,11 +258,11 @@ def test_a_donated_state_cannot_step_again() -> None:
 # Exceptions -------------------------------------------------------------------------------
 
 
-def failing(where: str, at: int) -> Callable[..., Any]:
+def failing(where, at):
     """Mean loss, but it or its backward pass fails in one microbatch."""
-    calls: list[int] = []
+    calls = []
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         if not is_dropped():
             calls.append(0)
         value = mean_loss(params, batch)
@@ -288,11 +280,9 @@ def failing(where: str, at: int) -> Callable[..., Any]:
 @donations
 @pytest.mark.parametrize("where", ["loss", "backward"])
 @pytest.mark.parametrize("at", [0, 2])
-def test_an_exception_loses_nothing(
-    name: str, engine: Any, donate: bool, where: str, at: int
-) -> None:
+def test_an_exception_loses_nothing(name, engine, donate, where, at):
     """In the first microbatch and in a later one; the same state then takes the step."""
-    knobs: dict[str, Any] = {
+    knobs = {
         "optimizer": OPTIMIZERS[name],
         "microbatch_size": 2,
         "buffers": "sequential",
@@ -325,7 +315,7 @@ def test_an_exception_loses_nothing(
     assert_trees_bitwise_equal(got, want)
 
 
-def late(schedule: Any) -> dict[str, Any]:
+def late(schedule):
     """Optimizers that fail where the schedule does, with all gradients there."""
     both = {"a": pa.sgd(0.1, momentum=0.9), "b": pa.sgd(schedule)}
     return {
@@ -338,14 +328,14 @@ def late(schedule: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", late(0.1))
 @donations
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_exception_in_the_schedule_loses_nothing(name: str, donate: bool, streams: bool) -> None:
+def test_an_exception_in_the_schedule_loses_nothing(name, donate, streams):
     """The state is whole; so is the window, or it says that it is not.
 
     Of several optimizers all schedules are asked before the first uses any memory.
     """
     fails = [True]
 
-    def schedule(count: Tensor) -> Tensor:
+    def schedule(count):
         if fails:
             raise BoomError
         return torch.full((), 0.1)

@@ -3,8 +3,6 @@
 Dropout of a half multiplies by two, so all is exact, and a mask that differs shows in the bits.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import assume, given
@@ -25,12 +23,12 @@ kinds = pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])
 run_seeds = st.integers(-(2**63), 2**64 - 1)
 
 
-def make_params(seed: int) -> dict[str, Tensor]:
+def make_params(seed):
     g = generator(seed)
     return {"w": integers(g, 3, FEATURES, bound=3), "out": integers(g, FEATURES, bound=3)}
 
 
-def make_batch(seed: int, rows: int = ROWS) -> dict[str, Tensor]:
+def make_batch(seed, rows=ROWS):
     g = generator(seed + 1)
     mask = torch.randint(0, 3, (rows,), generator=g).float()
     return {"x": integers(g, rows, 3, bound=3), "y": integers(g, rows, bound=3), "mask": mask}
@@ -39,11 +37,11 @@ def make_batch(seed: int, rows: int = ROWS) -> dict[str, Tensor]:
 class Loss:
     """Two layers with dropout between; it writes down the keys that it was given."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind = kind
         self.keys: list[Tensor] = []
 
-    def __call__(self, params: Any, batch: Any, keys: Tensor) -> Any:
+    def __call__(self, params, batch, keys):
         self.keys.append(keys)
         assert keys.shape == (len(batch["y"]), 2)
         hidden = pa.dropout((batch["x"] @ params["w"]).relu(), 0.5, keys)
@@ -55,7 +53,7 @@ class Loss:
         return total, {"keys": keys, "kept": hidden != 0}
 
 
-def make_step(kind: str, size: int | None = None, **knobs: Any) -> Any:
+def make_step(kind, size=None, **knobs):
     return pa.make_step(
         Loss(kind),
         pa.sgd(2.0**-20),
@@ -67,7 +65,7 @@ def make_step(kind: str, size: int | None = None, **knobs: Any) -> Any:
     )
 
 
-def streamed(step: Any, state: Any, parts: list[Any]) -> tuple[Any, Any, Any]:
+def streamed(step, state, parts):
     """State, info, and the keys that the microbatches got."""
     window, keys = step.begin(state), []
     for part in parts:
@@ -76,11 +74,11 @@ def streamed(step: Any, state: Any, parts: list[Any]) -> tuple[Any, Any, Any]:
     return *step.apply(state, window), torch.cat(keys)
 
 
-def distinct(keys: Tensor) -> bool:
+def distinct(keys):
     return len(keys.unique(dim=0)) == len(keys)
 
 
-def drawn(data: st.DataObject, kind: str) -> tuple[Any, Any, int]:
+def drawn(data, kind):
     params, batch = make_params(seed := data.draw(seeds())), make_batch(seed)
     assume(kind != "weighted" or batch["mask"].sum() > 0)
     return params, batch, data.draw(run_seeds)
@@ -89,7 +87,7 @@ def drawn(data: st.DataObject, kind: str) -> tuple[Any, Any, int]:
 @kinds
 @examples(1 / 2)
 @given(data=st.data(), engine=st.sampled_from(["func", "autograd"]))
-def test_no_cut_moves_a_mask(kind: str, data: st.DataObject, engine: Any) -> None:
+def test_no_cut_moves_a_mask(kind, data, engine):
     params, batch, seed = drawn(data, kind)
     whole = make_step(kind)
     want, info = whole(whole.init(params, seed=seed), batch)
@@ -111,7 +109,7 @@ def test_no_cut_moves_a_mask(kind: str, data: st.DataObject, engine: Any) -> Non
 @kinds
 @examples(1 / 2)
 @given(data=st.data(), bad=st.integers(0, ROWS - 1), number=st.sampled_from([torch.inf, torch.nan]))
-def test_skipped_rows_are_counted(kind: str, data: st.DataObject, bad: int, number: float) -> None:
+def test_skipped_rows_are_counted(kind, data, bad, number):
     """So those that come after keep their masks."""
     params, batch, seed = drawn(data, kind)
     whole = make_step(kind)
@@ -133,7 +131,7 @@ def test_skipped_rows_are_counted(kind: str, data: st.DataObject, bad: int, numb
     left = torch.tensor([i for i in range(ROWS) if not first <= i < first + size])
     rest = {name: x[left] for name, x in batch.items()}
 
-    def loss(p: Any) -> Tensor:
+    def loss(p):
         total = Loss("weighted" if kind == "weighted" else "sum")
         value = total(p, rest, clean.aux["keys"][left])[0]
         return value.total if kind == "weighted" else value
@@ -150,13 +148,13 @@ def test_skipped_rows_are_counted(kind: str, data: st.DataObject, bad: int, numb
     run_seeds,
     st.lists(st.sampled_from(["good", "bad", "empty"]), min_size=1, max_size=5),
 )
-def test_no_key_comes_twice_in_a_run_or_in_another(one: int, other: int, steps: list[str]) -> None:
+def test_no_key_comes_twice_in_a_run_or_in_another(one, other, steps):
     """Between attempts, applied or not, between rows, and between seeds."""
     assume((one - other) % 2**64)
     params, batch = make_params(0), make_batch(0)
-    seen: list[Tensor] = []
+    seen = []
 
-    def run(seed: int) -> Any:
+    def run(seed):
         step = make_step("mean", 3)
         state, rows, applied = step.init(params, seed=seed), 0, 0
         for what in steps:
@@ -184,7 +182,7 @@ def test_no_key_comes_twice_in_a_run_or_in_another(one: int, other: int, steps: 
         assert_trees_bitwise_equal(different[5:], again[5:])
 
 
-def test_the_same_rows_get_other_masks_in_the_next_step() -> None:
+def test_the_same_rows_get_other_masks_in_the_next_step():
     step = make_step("mean", 3)
     state = step.init(make_params(0))
     state, first = step(state, make_batch(0))
@@ -192,7 +190,7 @@ def test_the_same_rows_get_other_masks_in_the_next_step() -> None:
     assert not torch.equal(first.aux["kept"], second.aux["kept"])
 
 
-def test_an_attempt_alone_makes_other_keys() -> None:
+def test_an_attempt_alone_makes_other_keys():
     """Also where the rows have the same numbers: after an empty window, say."""
     step = make_step("mean", 3)
     state = step.init(make_params(0))
@@ -202,7 +200,7 @@ def test_an_attempt_alone_makes_other_keys() -> None:
     assert distinct(torch.cat(keys))
 
 
-def test_a_run_goes_on_from_its_numbers_alone() -> None:
+def test_a_run_goes_on_from_its_numbers_alone():
     """Attempts, samples and key are all that randomness depends on."""
     step = make_step("sum", 3)
     state = step.init(make_params(0), seed=7)
@@ -214,7 +212,7 @@ def test_a_run_goes_on_from_its_numbers_alone() -> None:
     assert_trees_bitwise_equal((a.params, one.aux), (b.params, two.aux))
 
 
-def test_a_short_and_a_long_batch_share_the_masks_of_their_rows() -> None:
+def test_a_short_and_a_long_batch_share_the_masks_of_their_rows():
     step, batch = make_step("sum"), make_batch(0)
     state = step.init(make_params(0))
     _, long = step(state, batch)
@@ -222,11 +220,11 @@ def test_a_short_and_a_long_batch_share_the_masks_of_their_rows() -> None:
     assert_trees_bitwise_equal(short.aux["keys"], long.aux["keys"][:5])
 
 
-def test_the_loss_may_map_over_its_rows() -> None:
+def test_the_loss_may_map_over_its_rows():
     """``vmap`` hands each row its key."""
 
-    def mapped(params: Any, batch: Any, keys: Tensor) -> Tensor:
-        def row(x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+    def mapped(params, batch, keys):
+        def row(x, y, key):
             hidden = pa.dropout((x @ params["w"]).relu(), 0.5, key)
             return (hidden @ params["out"] - y) ** 2
 
@@ -241,10 +239,10 @@ def test_the_loss_may_map_over_its_rows() -> None:
     assert_trees_bitwise_equal(a.params, b.params)
 
 
-def test_policy_and_buffers_do_not_touch_the_keys() -> None:
+def test_policy_and_buffers_do_not_touch_the_keys():
     """A cast of the batch leaves them alone, and so do the buffers beside them."""
 
-    def loss(params: Any, batch: Any, buffers: Any, keys: Tensor) -> Any:
+    def loss(params, batch, buffers, keys):
         assert keys.dtype == torch.int64
         total, aux = Loss("sum")(params, batch, keys)
         return total, ({"n": buffers["n"] + 1}, aux)

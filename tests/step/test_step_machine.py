@@ -74,19 +74,19 @@ KINDS = {
 }
 
 
-def make_module(seed: int) -> nn.Module:
+def make_module(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def row_losses(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def row_losses(out, batch):
     return ((out - batch["y"]) ** 2).sum(-1)
 
 
 class Loop:
     """The loop; every choice that it makes is torch's."""
 
-    def __init__(self, module: nn.Module, kind: Kind, scaler: Any, reduction: str, clips: Any):
+    def __init__(self, module, kind, scaler, reduction, clips):
         self.module, self.reduction, self.clips = module, reduction, clips
         self.optimizer = kind.torchs(module.parameters(), lr=1.0, **kind.knobs)
         self.rates = torch.optim.lr_scheduler.LambdaLR(
@@ -97,13 +97,13 @@ class Loop:
         self.terms: dict[str, Tensor] = {}
 
     @property
-    def params(self) -> dict[str, nn.Parameter]:
+    def params(self):
         return dict(sorted(self.module.named_parameters()))
 
-    def weight(self, batch: dict[str, Tensor]) -> float:
+    def weight(self, batch):
         return float(batch["mask"].sum()) if self.reduction == "weighted" else len(batch["y"])
 
-    def window(self, parts: list[Any], form: str) -> bool:
+    def window(self, parts, form):
         """One window; a microbatch of weight zero is not looked at."""
         parts = [part for part in parts if self.weight(part)]
         whole = sum(map(self.weight, parts))
@@ -164,23 +164,13 @@ class Training(RuleBasedStateMachine):
         engine=st.sampled_from(["func", "autograd"]),
         donate=st.booleans(),
     )
-    def begin(
-        self,
-        seed: int,
-        kind: str,
-        reduction: str,
-        form: str,
-        scaler: Any,
-        clips: float | None,
-        engine: Any,
-        donate: bool,
-    ) -> None:
+    def begin(self, seed, kind, reduction, form, scaler, clips, engine, donate):
         self.random, self.kind, self.form, self.reduction = generator(seed), kind, form, reduction
         self.dtype = torch.float64 if form == "shares" else torch.float32
         module = make_module(seed).to(self.dtype)
         fn = pa.functional(module)
 
-        def loss(params: Any, batch: Any, buffers: Any) -> Any:
+        def loss(params, batch, buffers):
             out, new_buffers = fn.apply(params, buffers, batch["x"])
             rows = row_losses(out, batch)
             if reduction == "weighted":
@@ -189,7 +179,7 @@ class Training(RuleBasedStateMachine):
                 total = rows.sum() if reduction == "sum" else rows.mean()
             return total, new_buffers
 
-        def make(size: int | None) -> Any:
+        def make(size):
             optimizer = KINDS[kind].ours(SCHEDULE, **KINDS[kind].knobs)
             if clips:
                 optimizer = pa.chain(pa.clip_by_global_norm(clips), optimizer)
@@ -213,19 +203,19 @@ class Training(RuleBasedStateMachine):
 
     # What comes in ------------------------------------------------------------------------
 
-    def batch(self, rows: int) -> dict[str, Tensor]:
-        def normal(*shape: int) -> Tensor:
+    def batch(self, rows):
+        def normal(*shape):
             return torch.randn(*shape, generator=self.random, dtype=self.dtype)
 
         mask = torch.randint(0, 3, (rows,), generator=self.random).to(self.dtype)
         mask[:1] = 1
         return {"x": normal(rows, 3), "y": normal(rows, 2), "mask": mask}
 
-    def room(self) -> bool:
+    def room(self):
         """Whether the scale may back off: torch's has no floor, and its reciprocal a ceiling."""
         return self.loop.scaler.get_scale() * self.backoff >= 2.0**-20
 
-    def poisoned(self, batch: dict[str, Tensor], poison: str, row: int) -> None:
+    def poisoned(self, batch, poison, row):
         """Into a row that counts."""
         if poison == "large":  # overflows where it is multiplied by 2**90
             if self.clips or "adam" in self.kind:
@@ -234,7 +224,7 @@ class Training(RuleBasedStateMachine):
             batch["x" if poison == "nan" else "y"][row, 0] = float(poison)
         batch["mask"][row] = 1
 
-    def cut(self, rows: int, size: int | None) -> list[slice]:
+    def cut(self, rows, size):
         size = size or rows
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
@@ -248,7 +238,7 @@ class Training(RuleBasedStateMachine):
         poison=poisons,
         at=st.integers(0, 8),
     )
-    def whole_batch(self, rows: int, size: int | None, poison: str | None, at: int) -> None:
+    def whole_batch(self, rows, size, poison, at):
         if size and size < rows and rows % size == 1:
             rows += 1  # BatchNorm refuses a single row
         batch = self.batch(rows)
@@ -266,7 +256,7 @@ class Training(RuleBasedStateMachine):
         at=st.integers(0, 20),
         masked=st.booleans(),
     )
-    def streamed(self, sizes: list[int], poison: str | None, at: int, masked: bool) -> None:
+    def streamed(self, sizes, poison, at, masked):
         """Of an empty window, too: begin, then apply."""
         parts = [self.batch(rows) for rows in sizes]
         if poison and parts:
@@ -280,13 +270,13 @@ class Training(RuleBasedStateMachine):
 
     @rule(sizes=st.lists(st.integers(2, 3), max_size=2))
     @precondition(lambda self: self.reduction == "weighted")
-    def nothing_weighs(self, sizes: list[int]) -> None:
+    def nothing_weighs(self, sizes):
         parts = [self.batch(rows) for rows in sizes]
         for part in parts:
             part["mask"].zero_()
         self.stream(parts)
 
-    def stream(self, parts: list[Any]) -> None:
+    def stream(self, parts):
         step, before = self.steps[None], self.before()
         window = step.begin(self.state)
         for part in parts:
@@ -296,12 +286,10 @@ class Training(RuleBasedStateMachine):
 
     # What it has come to --------------------------------------------------------------------
 
-    def before(self) -> Any:
+    def before(self):
         return copied(self.state)
 
-    def judge(
-        self, before: pa.TrainState, new: pa.TrainState, info: Any, parts: list[Any], form: str
-    ) -> None:
+    def judge(self, before, new, info, parts, form):
         used = self.loop.scaler.get_scale()
         applied = self.loop.window(parts, form)
         self.state = new
@@ -319,7 +307,7 @@ class Training(RuleBasedStateMachine):
         else:
             self.equal()
 
-    def trees(self) -> list[tuple[str, Any, Any]]:
+    def trees(self):
         """Each tree of numbers, ours and torch's by name."""
         opt_state = self.state.opt_state[-1] if self.clips else self.state.opt_state
         params = self.loop.params
@@ -331,12 +319,12 @@ class Training(RuleBasedStateMachine):
                 pairs.append((ours, getattr(opt_state, ours), column))
         return pairs
 
-    def equal(self) -> None:
+    def equal(self):
         for name, ours, theirs in self.trees():
             assert_trees_bitwise_equal({name: ours}, {name: theirs})
         assert_trees_bitwise_equal(self.state.buffers, dict(self.loop.module.named_buffers()))
 
-    def close(self, info: Any, applied: bool) -> None:
+    def close(self, info, applied):
         """To the bound; then torch's side goes on from our numbers."""
         if applied:
             # clipping moves a gradient by its own error, and by that of the norm
@@ -353,12 +341,12 @@ class Training(RuleBasedStateMachine):
             assert torch.equal(self.state.buffers[name], buffer)
 
     @property
-    def norm(self) -> Tensor:
+    def norm(self):
         """At least that of the gradient."""
         return sum(self.loop.terms.values())
 
     @invariant()
-    def both_have_counted_alike(self) -> None:
+    def both_have_counted_alike(self):
         assert self.state.attempts.item() == self.windows
         assert self.state.applied.item() == self.loop.applied
         assert self.state.samples.item() == self.samples

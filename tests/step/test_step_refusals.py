@@ -3,14 +3,12 @@
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
@@ -25,20 +23,20 @@ OTHER_PARAMS = {"b": torch.tensor(1.0), "w": torch.ones(3)}
 donations = pytest.mark.parametrize("donate", [False, True])
 
 
-def with_buffers(params: Any, batch: Any, buffers: Any) -> Any:
+def with_buffers(params, batch, buffers):
     return squares(params, batch), {"n": buffers["n"] + 1}
 
 
-def make(optimizer: Any = None, loss: Any = squares, **knobs: Any) -> Any:
+def make(optimizer=None, loss=squares, **knobs):
     knobs = {"microbatch_size": 2} | knobs
     return pa.make_step(loss, optimizer or pa.sgd(0.1), **knobs)
 
 
-def threading(buffers: Any = "sequential", **knobs: Any) -> Any:
+def threading(buffers="sequential", **knobs):
     return make(loss=with_buffers, buffers=buffers, **knobs)
 
 
-def usable(step: Any, state: Any, *args: Any) -> None:
+def usable(step, state, *args):
     """As if nothing had been: the step that a fresh state takes."""
     fresh = step.init(PARAMS, *args)
     assert_trees_bitwise_equal(state, fresh)
@@ -51,7 +49,7 @@ def usable(step: Any, state: Any, *args: Any) -> None:
 @pytest.mark.parametrize(
     "loss_scale", [2.0**16, True, "dynamic", pa.dynamic_loss_scale, torch.tensor(8.0)]
 )
-def test_a_loss_scale_is_made_by_a_function(loss_scale: Any) -> None:
+def test_a_loss_scale_is_made_by_a_function(loss_scale):
     words = ("loss_scale is ", "dynamic_loss_scale()", "static_loss_scale(...)", "None")
     with refused(TypeError, *words):
         make(loss_scale=loss_scale)
@@ -59,9 +57,9 @@ def test_a_loss_scale_is_made_by_a_function(loss_scale: Any) -> None:
 
 @pytest.mark.parametrize("where", ["alone", "in a chain", "in a partition"])
 @pytest.mark.parametrize("instance", [False, True])
-def test_torchs_optimizers_go_through_from_torch(where: str, instance: bool) -> None:
+def test_torchs_optimizers_go_through_from_torch(where, instance):
     cls = torch.optim.AdamW
-    given: Any = cls([nn.Parameter(torch.ones(2))], lr=0.1) if instance else cls
+    given = cls([nn.Parameter(torch.ones(2))], lr=0.1) if instance else cls
     with refused(TypeError, "torch's AdamW", "in place", "from_torch(AdamW, lr=...)"):
         if where == "in a chain":
             make(pa.chain(pa.clip_by_global_norm(1.0), given))
@@ -75,12 +73,12 @@ def test_torchs_optimizers_go_through_from_torch(where: str, instance: bool) -> 
     ("optimizer", "came"),
     [(pa.clip_by_global_norm(1.0), "a GradientMap"), (pa.sgd, "a function"), (0.1, "a float")],
 )
-def test_what_is_no_optimizer_is_refused_by_a_step(optimizer: Any, came: str) -> None:
+def test_what_is_no_optimizer_is_refused_by_a_step(optimizer, came):
     with refused(TypeError, f"optimizer is {came}", "init(params)", "chain(*maps, optimizer)"):
         make(optimizer)
 
 
-def test_a_policy_is_one() -> None:
+def test_a_policy_is_one():
     for takes in (make, partial(pa.value, squares)):
         with refused(TypeError, "policy is torch.bfloat16", "Policy(compute=...)"):
             takes(policy=torch.bfloat16)
@@ -88,7 +86,7 @@ def test_a_policy_is_one() -> None:
 
 @pytest.mark.parametrize("field", pa.Policy._fields)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bf16", True, 16])
-def test_a_policy_holds_dtypes_from_its_construction_on(field: str, dtype: Any) -> None:
+def test_a_policy_holds_dtypes_from_its_construction_on(field, dtype):
     words = f"Policy({field}={dtype!r})", "floating-point dtype or None"
     with refused(TypeError, *words):
         pa.Policy(**{field: dtype})
@@ -100,12 +98,12 @@ def test_a_policy_holds_dtypes_from_its_construction_on(field: str, dtype: Any) 
             takes(policy=replaced)
 
 
-def test_a_policy_computes_in_one_way() -> None:
+def test_a_policy_computes_in_one_way():
     with refused(ValueError, "compute=torch.bfloat16", "autocast=torch.float16", "one of the two"):
         pa.Policy(compute=torch.bfloat16, autocast=torch.float16)
 
 
-def test_a_policy_is_copied_as_it_is() -> None:
+def test_a_policy_is_copied_as_it_is():
     policy = pa.Policy(torch.float64, None, output=None, autocast=torch.bfloat16)
     assert policy == (torch.float64, None, None, torch.bfloat16)
     copies = copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))
@@ -131,9 +129,7 @@ def test_a_policy_is_copied_as_it_is() -> None:
         ({"aux_reduction": {"a": "avg"}}, ValueError, ["aux_reduction is 'avg'", "'concat'"]),
     ],
 )
-def test_knobs_of_a_step_that_make_no_sense_are_refused(
-    knobs: dict[str, Any], error: Any, words: list[str]
-) -> None:
+def test_knobs_of_a_step_that_make_no_sense_are_refused(knobs, error, words):
     with refused(error, *words):
         make(**knobs)
 
@@ -141,20 +137,20 @@ def test_knobs_of_a_step_that_make_no_sense_are_refused(
 # init -------------------------------------------------------------------------------------
 
 
-def test_missing_buffers_are_refused() -> None:
+def test_missing_buffers_are_refused():
     step = threading()
     for absent in ({}, {"buffers": None}, {"buffers": ()}):
         with refused(ValueError, "buffers='sequential'", "missing", "step.init(", given=PARAMS):
             step.init(PARAMS, **absent)
 
 
-def test_unexpected_buffers_are_refused() -> None:
+def test_unexpected_buffers_are_refused():
     words = ("make_step was not told", "'freeze'", "'sequential'", "'pooled'")
     with refused(ValueError, *words, given=(PARAMS, BUFFERS)):
         make().init(PARAMS, BUFFERS)
 
 
-def test_a_buffer_that_is_no_tensor_is_named() -> None:
+def test_a_buffer_that_is_no_tensor_is_named():
     with refused(TypeError, "buffers['count'] is a int", "tensor", given=PARAMS):
         threading().init(PARAMS, {"count": 1})
 
@@ -168,13 +164,13 @@ def test_a_buffer_that_is_no_tensor_is_named() -> None:
         (nn.Linear(2, 1), TypeError, ["params is a Linear", "named_parameters()"]),
     ],
 )
-def test_params_are_floating_point_tensors(params: Any, error: Any, words: list[str]) -> None:
+def test_params_are_floating_point_tensors(params, error, words):
     with refused(error, *words):
         make().init(params)
 
 
 @pytest.mark.parametrize("seed", [1.0, None, "1", True])
-def test_a_seed_is_an_int(seed: Any) -> None:
+def test_a_seed_is_an_int(seed):
     with refused(TypeError, f"seed is {seed!r}", "expected an int"):
         make().init(PARAMS, seed=seed)
 
@@ -182,7 +178,7 @@ def test_a_seed_is_an_int(seed: Any) -> None:
 # The state --------------------------------------------------------------------------------
 
 
-def entries(step: Any, window: Any) -> list[Callable[[Any], Any]]:
+def entries(step, window):
     """Everything that takes a state."""
     return [
         lambda state: step(state, BATCH),
@@ -205,7 +201,7 @@ def entries(step: Any, window: Any) -> list[Callable[[Any], Any]]:
     ],
     ids=["state and info", "window", "opt_state", "params", "plain tuple", "None"],
 )
-def test_what_is_no_train_state_is_refused(pick: Any, came: str, donate: bool) -> None:
+def test_what_is_no_train_state_is_refused(pick, came, donate):
     loss = Loss(squares)
     step = make(loss=loss, donate=donate)
     state = step.init(PARAMS)
@@ -218,7 +214,7 @@ def test_what_is_no_train_state_is_refused(pick: Any, came: str, donate: bool) -
 
 
 @donations
-def test_a_state_with_or_without_a_loss_scale_belongs_to_a_step_like_it(donate: bool) -> None:
+def test_a_state_with_or_without_a_loss_scale_belongs_to_a_step_like_it(donate):
     plain, scaled = (make(loss_scale=s, donate=donate) for s in (None, pa.dynamic_loss_scale()))
     for step, state, word in (
         (plain, scaled.init(PARAMS), "without"),
@@ -233,7 +229,7 @@ def test_a_state_with_or_without_a_loss_scale_belongs_to_a_step_like_it(donate: 
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_a_window_that_looked_at_other_norms_is_refused(noise: bool) -> None:
+def test_a_window_that_looked_at_other_norms_is_refused(noise):
     ours, theirs = make(noise=noise), make(noise=not noise)
     state = ours.init(PARAMS)
     window = theirs.begin(state)
@@ -243,7 +239,7 @@ def test_a_window_that_looked_at_other_norms_is_refused(noise: bool) -> None:
 
 
 @donations
-def test_a_state_with_or_without_buffers_belongs_to_a_step_like_it(donate: bool) -> None:
+def test_a_state_with_or_without_buffers_belongs_to_a_step_like_it(donate):
     plain, threaded = make(donate=donate), threading(donate=donate)
     without, held = plain.init(PARAMS), threaded.init(PARAMS, BUFFERS)
     for call in entries(threaded, threaded.begin(held)):
@@ -257,7 +253,7 @@ def test_a_state_with_or_without_buffers_belongs_to_a_step_like_it(donate: bool)
 
 
 @pytest.mark.parametrize("key", [7, None, torch.tensor(1), torch.zeros(3, dtype=torch.int64)])
-def test_what_is_no_key_is_refused(key: Any) -> None:
+def test_what_is_no_key_is_refused(key):
     step = make()
     state = step.init(PARAMS)
     with refused(TypeError, "state.key is ", "expected a key", "key(seed)"):
@@ -290,9 +286,7 @@ SGD, MOMENTUM, ADAM = pa.sgd(0.1), pa.sgd(0.1, momentum=0.9), pa.adam(0.1)
         (pa.adam(0.1, amsgrad=True), ADAM, ValueError, ["max_exp_avg_sq['b'] is missing"]),
     ],
 )
-def test_the_state_of_another_optimizer_is_refused(
-    optimizer: Any, other: Any, error: Any, words: list[str], donate: bool
-) -> None:
+def test_the_state_of_another_optimizer_is_refused(optimizer, other, error, words, donate):
     step = make(optimizer, donate=donate)
     state, good = make(other).init(PARAMS), step.init(PARAMS)
     mixed = good._replace(opt_state=state.opt_state)
@@ -313,9 +307,7 @@ def test_the_state_of_another_optimizer_is_refused(
         ({"w": torch.ones(2)}, ["['b'] is missing", "(1 leaves came, 2 were expected)"]),
     ],
 )
-def test_the_optimizer_state_of_another_model_is_refused(
-    optimizer: Any, params: Any, words: list[str], donate: bool
-) -> None:
+def test_the_optimizer_state_of_another_model_is_refused(optimizer, params, words, donate):
     step = make(optimizer, donate=donate)
     good, other = step.init(PARAMS), step.init(params)
     mixed = good._replace(opt_state=other.opt_state)
@@ -326,7 +318,7 @@ def test_the_optimizer_state_of_another_model_is_refused(
 
 
 @donations
-def test_the_state_of_another_model_is_refused(donate: bool) -> None:
+def test_the_state_of_another_model_is_refused(donate):
     """The module knows its names and shapes."""
     fn = pa.functional(nn.Linear(2, 1))
     wrapped = pa.functional(nn.Sequential(nn.Linear(2, 1)))
@@ -357,7 +349,7 @@ def test_the_state_of_another_model_is_refused(donate: bool) -> None:
     ],
     ids=["accumulator", "window and aux", "None"],
 )
-def test_what_is_no_window_is_refused(wrong: Any, came: str, donate: bool) -> None:
+def test_what_is_no_window_is_refused(wrong, came, donate):
     loss = Loss(squares)
     step = make(loss=loss, donate=donate)
     state = step.init(PARAMS)
@@ -371,7 +363,7 @@ def test_what_is_no_window_is_refused(wrong: Any, came: str, donate: bool) -> No
 
 
 @donations
-def test_the_window_of_another_model_is_refused(donate: bool) -> None:
+def test_the_window_of_another_model_is_refused(donate):
     step = make(donate=donate)
     state = step.init(PARAMS)
     window = step.begin(step.init(OTHER_PARAMS))
@@ -396,12 +388,10 @@ NORM = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
         ("sequential", "pooled"),
     ],
 )
-def test_the_window_of_another_kind_of_buffers_is_refused(
-    mine: Any, other: Any, donate: bool
-) -> None:
+def test_the_window_of_another_kind_of_buffers_is_refused(mine, other, donate):
     """A pooled window holds moments; without them running statistics would go wrong in silence."""
 
-    def loss(params: Any, batch: Any, **named: Any) -> Any:
+    def loss(params, batch, **named):
         value = squares(params, batch)
         return (value, named["buffers"]) if named else value
 
@@ -418,8 +408,8 @@ def test_the_window_of_another_kind_of_buffers_is_refused(
 
 
 @donations
-def test_keys_need_rows(donate: bool) -> None:
-    def loss(params: Any, batch: Any, keys: Tensor) -> Tensor:
+def test_keys_need_rows(donate):
+    def loss(params, batch, keys):
         raise AssertionError
 
     step = make(loss=loss, keys=True, microbatch_size=None, donate=donate)
@@ -440,7 +430,7 @@ def test_keys_need_rows(donate: bool) -> None:
         ({"x": torch.ones(3, 2), "y": torch.ones(2)}, ["['y'] has 2 rows", "['x'] has 3"]),
     ],
 )
-def test_every_tensor_of_a_batch_has_its_rows(batch: Any, words: Any, donate: bool) -> None:
+def test_every_tensor_of_a_batch_has_its_rows(batch, words, donate):
     loss = Loss(squares)
     step = make(loss=loss, donate=donate)
     state = step.init(PARAMS)
@@ -452,9 +442,7 @@ def test_every_tensor_of_a_batch_has_its_rows(batch: Any, words: Any, donate: bo
 
 @donations
 @pytest.mark.parametrize("tensors", [(1.0,), ([[0.0], [1.0]], [0.0])])
-def test_a_microbatch_of_a_stream_needs_rows_for_a_mean_over_them(
-    tensors: Any, donate: bool
-) -> None:
+def test_a_microbatch_of_a_stream_needs_rows_for_a_mean_over_them(tensors, donate):
     """Which only the loss can tell: it has been called, and nothing was lost."""
     batch = [*map(torch.tensor, tensors)]
     step = make(loss=lambda p, b: p["w"].sum(), donate=donate)
@@ -472,7 +460,7 @@ def test_a_microbatch_of_a_stream_needs_rows_for_a_mean_over_them(
 # What a loss returns ----------------------------------------------------------------------
 
 
-def shapes_of_return() -> dict[str, Any]:
+def shapes_of_return():
     value, n = squares, BUFFERS
     return {
         "a scalar": (False, lambda p, b: value(p, b), "a Tensor", "(loss, new_buffers)"),
@@ -490,7 +478,7 @@ def shapes_of_return() -> dict[str, Any]:
 
 @donations
 @pytest.mark.parametrize("wrong", shapes_of_return().values(), ids=shapes_of_return())
-def test_with_buffers_a_loss_returns_a_pair(wrong: Any, donate: bool) -> None:
+def test_with_buffers_a_loss_returns_a_pair(wrong, donate):
     has_aux, returned, came, expected = wrong
     step = make(
         loss=lambda p, b, buffers: returned(p, b),
@@ -519,9 +507,7 @@ def test_with_buffers_a_loss_returns_a_pair(wrong: Any, donate: bool) -> None:
         ({"n": 1.0}, TypeError, ["new_buffers['n'] is a float", "tensor"]),
     ],
 )
-def test_new_buffers_of_another_kind_are_refused(
-    new: Any, error: Any, words: list[str], donate: bool
-) -> None:
+def test_new_buffers_of_another_kind_are_refused(new, error, words, donate):
     step = make(
         loss=lambda p, b, buffers: (squares(p, b), new), buffers="sequential", donate=donate
     )
@@ -544,9 +530,7 @@ def test_new_buffers_of_another_kind_are_refused(
         ({"a": torch.ones(2)}, {"b": "sum"}, ValueError, ["is no prefix of the aux"]),
     ],
 )
-def test_aux_that_cannot_be_reduced_is_refused(
-    aux: Any, how: Any, error: Any, words: list[str], donate: bool
-) -> None:
+def test_aux_that_cannot_be_reduced_is_refused(aux, how, error, words, donate):
     step = make(
         loss=lambda p, b: (squares(p, b), aux), has_aux=True, aux_reduction=how, donate=donate
     )
@@ -557,7 +541,7 @@ def test_aux_that_cannot_be_reduced_is_refused(
 
 
 @donations
-def test_aux_is_announced(donate: bool) -> None:
+def test_aux_is_announced(donate):
     """Returned without has_aux; promised and not returned; and of a batch without rows."""
     state = make().init(PARAMS)
     unannounced = make(loss=lambda p, b: (squares(p, b), b["x"]), donate=donate)
@@ -576,7 +560,7 @@ def test_aux_is_announced(donate: bool) -> None:
 
 
 @donations
-def test_raise_names_the_microbatch(donate: bool) -> None:
+def test_raise_names_the_microbatch(donate):
     step = make(nonfinite="raise", donate=donate)
     state, bad = step.init(PARAMS), make_batch(4)
     bad["x"][3] = torch.nan
@@ -588,7 +572,7 @@ def test_raise_names_the_microbatch(donate: bool) -> None:
     assert step.apply(state, window)[1].applied
 
 
-def test_an_autocast_cache_around_a_step_is_refused() -> None:
+def test_an_autocast_cache_around_a_step_is_refused():
     step = make()
     state = step.init(PARAMS)
     window = step.begin(state)

@@ -27,35 +27,35 @@ U64 = 2.0**-53
 Tensors = dict[str, Tensor]
 
 
-def loss(params: Tensors, batch: Tensors, keys: Tensor | None = None) -> Tensor:
+def loss(params, batch, keys=None):
     x = batch["x"] if keys is None else pa.dropout(batch["x"], 0.5, keys)
     out = torch.tanh(x @ params["w"] + params["b"])
     return ((out - batch["y"]) ** 2).sum(-1).mean()
 
 
-def make_params(seed: int = 0) -> Tensors:
+def make_params(seed=0):
     g = generator(seed)
     return {name: torch.randn(s, generator=g).double() for name, s in (("w", (3, 2)), ("b", (2,)))}
 
 
-def make_batch(seed: int = 0, rows: int = 3) -> Tensors:
+def make_batch(seed=0, rows=3):
     g = generator(seed + 1)
     return {k: torch.randn(rows, n, generator=g).double() for k, n in (("x", 3), ("y", 2))}
 
 
-def leaves(tree: Any) -> list[Tensor]:
+def leaves(tree):
     return optree.tree_leaves(tree, namespace="pureaccum")
 
 
-def stacked(trees: list[Any]) -> Any:
+def stacked(trees):
     return optree.tree_map(lambda *xs: torch.stack(xs), *trees, namespace="pureaccum")
 
 
-def member(tree: Any, i: int) -> Any:
+def member(tree, i):
     return optree.tree_map(lambda x: x[i], tree, namespace="pureaccum")
 
 
-def assert_close(got: Any, want: Any) -> None:
+def assert_close(got, want):
     """Flags and counts alike, NaN where there is NaN, and other numbers to the bound."""
     xs, ys = leaves(got), leaves(want)
     assert len(xs) == len(ys)
@@ -80,21 +80,21 @@ class Case(NamedTuple):
     batch: Tensors
 
 
-def plain(optimizer: Any, **knobs: Any) -> Case:
+def plain(optimizer, **knobs):
     step = pa.make_step(loss, optimizer, microbatch_size=2, **knobs)
     return Case(step, lambda: step.init(make_params(), seed=3), make_batch())
 
 
-def normed(buffers: Any) -> Case:
+def normed(buffers):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
     fn = pa.functional(module)
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         out, new_buffers = fn.apply(params, buffers, batch["x"])
         return ((out - batch["y"]) ** 2).sum(-1).mean(), (new_buffers, out)
 
-    knobs: Any = {"has_aux": True, "microbatch_size": 2, "buffers": buffers, "check": False}
+    knobs = {"has_aux": True, "microbatch_size": 2, "buffers": buffers, "check": False}
     step = pa.make_step(loss, pa.sgd(0.1), **knobs)
     return Case(step, lambda: step.init(fn.params, fn.buffers), make_batch(rows=4))
 
@@ -122,11 +122,11 @@ CASES = {
 }
 
 
-def compiled(function: Callable[..., Any]) -> tuple[Any, list[int]]:
+def compiled(function):
     """One graph or an error, and how many were made so far."""
-    graphs: list[int] = []
+    graphs = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         graphs.append(len(graphs))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
@@ -136,7 +136,7 @@ def compiled(function: Callable[..., Any]) -> tuple[Any, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_whole_run_is_one_graph(case: Callable[[], Case]) -> None:
+def test_a_whole_run_is_one_graph(case):
     """Good steps and bad ones, with other scales, rates and counts, and nothing is recompiled."""
     step, make, batch = case()
     bad = batch | {"y": batch["y"].clone()}
@@ -158,12 +158,12 @@ def test_a_whole_run_is_one_graph(case: Callable[[], Case]) -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_of_a_step_is_one_graph() -> None:
+def test_a_stream_of_a_step_is_one_graph():
     step, make, batch = plain(
         pa.sgd(WARMUP), loss_scale=pa.dynamic_loss_scale(), keys=True, nonfinite="skip"
     )
 
-    def run(state: Any, parts: list[Any]) -> Any:
+    def run(state, parts):
         window = step.begin(state)
         for part in parts:
             window = step.update(state, window, part)
@@ -180,7 +180,7 @@ def test_a_stream_of_a_step_is_one_graph() -> None:
         assert info.skipped == (parts[-1] is bad)
 
 
-def test_a_schedule_in_python_numbers_says_so() -> None:
+def test_a_schedule_in_python_numbers_says_so():
     """It would be a constant of the graph."""
     step, make, batch = plain(pa.sgd(lambda count: 0.1))
     function, _ = compiled(step)
@@ -202,7 +202,7 @@ optimizers = st.sampled_from(
 )
 
 
-def with_rate(opt_state: Any, rate: float) -> Any:
+def with_rate(opt_state, rate):
     """Another learning rate, wherever one stands."""
     if isinstance(opt_state, dict):
         return {label: with_rate(state, rate) for label, state in opt_state.items()}
@@ -220,9 +220,7 @@ def with_rate(opt_state: Any, rate: float) -> Any:
     st.integers(1, 4),
     st.booleans(),
 )
-def test_an_ensemble_is_the_loop_over_its_members(
-    seed: int, optimizer: Any, nonfinite: Any, bad: int, size: int, shared: bool
-) -> None:
+def test_an_ensemble_is_the_loop_over_its_members(seed, optimizer, nonfinite, bad, size, shared):
     """Each with its parameters, rate, seed and loss scale; one of them overflows, and only that."""
     step = pa.make_step(
         loss,
@@ -261,7 +259,7 @@ def test_an_ensemble_is_the_loop_over_its_members(
             assert many.loss_scale.scale[bad] == halved
 
 
-def test_a_skipped_microbatch_in_one_member_stays_in_it() -> None:
+def test_a_skipped_microbatch_in_one_member_stays_in_it():
     """The other members count theirs."""
     step = pa.make_step(loss, pa.adam(0.1), microbatch_size=2, nonfinite="skip")
     state, batches = step.init(make_params()), [make_batch(i, 5) for i in range(3)]
@@ -273,12 +271,12 @@ def test_a_skipped_microbatch_in_one_member_stays_in_it() -> None:
         assert_close((member(new, i), member(info, i)), step(state, batch))
 
 
-def test_a_stream_of_an_ensemble_is_that_of_its_members() -> None:
+def test_a_stream_of_an_ensemble_is_that_of_its_members():
     step = pa.make_step(loss, pa.adamw(0.1), keys=True, loss_scale=pa.dynamic_loss_scale(8.0))
     states = [step.init(make_params(i), seed=i) for i in range(3)]
     parts = [make_batch(i, rows) for i, rows in enumerate((2, 3, 1))]
 
-    def run(state: Any) -> Any:
+    def run(state):
         window = step.begin(state)
         for part in parts:
             window = step.update(state, window, part)
@@ -289,7 +287,7 @@ def test_a_stream_of_an_ensemble_is_that_of_its_members() -> None:
         assert_close((member(many, i), member(infos, i)), run(state))
 
 
-def test_an_ensemble_is_made_by_vmap() -> None:
+def test_an_ensemble_is_made_by_vmap():
     step = pa.make_step(loss, pa.adamw(0.1), loss_scale=pa.dynamic_loss_scale())
     params = [make_params(i) for i in range(3)]
     assert_trees_bitwise_equal(
@@ -300,7 +298,7 @@ def test_an_ensemble_is_made_by_vmap() -> None:
 # Derivatives ------------------------------------------------------------------------------
 
 
-RULES: dict[str, Callable[[Any], Any]] = {
+RULES = {
     "sgd": lambda lr: pa.sgd(lr, momentum=0.9, weight_decay=0.1),
     "nesterov": lambda lr: pa.sgd(lr, momentum=0.5, nesterov=True),
     "adamw": lambda lr: pa.adamw(lr, eps=1e-2),
@@ -311,11 +309,11 @@ RULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def after_two_steps(rule: Any, size: int | None, knobs: dict[str, Any]) -> Callable[..., Tensor]:
+def after_two_steps(rule, size, knobs):
     """The loss on another batch, a function of the learning rate and the first parameters."""
     batches, other = [make_batch(0), make_batch(1)], make_batch(2, 4)
 
-    def run(lr: Tensor, params: Tensors) -> Tensor:
+    def run(lr, params):
         step = pa.make_step(loss, rule(lr), microbatch_size=size, **knobs)
         state = step.init(params, seed=1)
         for batch in batches:
@@ -335,9 +333,7 @@ def after_two_steps(rule: Any, size: int | None, knobs: dict[str, Any]) -> Calla
     ),
 )
 @example(seed=17020, size=None, knobs={})
-def test_derivatives_through_two_steps_are_those_of_differences(
-    rule: Any, size: Any, knobs: Any, seed: int
-) -> None:
+def test_derivatives_through_two_steps_are_those_of_differences(rule, size, knobs, seed):
     """Backwards and forwards, beside central differences of the eager run.
 
     A central difference is off by ``c * h**2``, which those of ``2 * h`` and ``4 * h`` tell (one of
@@ -352,10 +348,10 @@ def test_derivatives_through_two_steps_are_those_of_differences(
         {name: torch.randn(x.shape, generator=g).double() for name, x in at[1].items()},
     )
 
-    def moved(h: float) -> Tensor:
+    def moved(h):
         return run(*optree.tree_map(lambda x, t: x + h * t, at, along))
 
-    def difference(h: float) -> Tensor:
+    def difference(h):
         return (moved(h) - moved(-h)) / (2 * h)
 
     h = 5e-5
@@ -374,12 +370,12 @@ def test_derivatives_through_two_steps_are_those_of_differences(
     assert grads[0] != 0
 
 
-def test_a_step_not_applied_has_the_derivative_of_the_identity() -> None:
+def test_a_step_not_applied_has_the_derivative_of_the_identity():
     """Selected and never multiplied: what was not taken brings no NaN."""
     bad = make_batch()
     bad["y"][0] = torch.nan
 
-    def run(lr: Tensor, params: Tensors) -> Tensor:
+    def run(lr, params):
         step = pa.make_step(loss, pa.sgd(lr), microbatch_size=2)
         state, _ = step(step.init(params), bad)
         return loss(state.params, make_batch())
@@ -390,7 +386,7 @@ def test_a_step_not_applied_has_the_derivative_of_the_identity() -> None:
     assert torch.equal(got, want)
 
 
-def test_many_learning_rates_are_differentiated_at_once() -> None:
+def test_many_learning_rates_are_differentiated_at_once():
     """vmap of grad through a step, as a search for a learning rate would."""
     run = after_two_steps(RULES["adamw"], 2, {})
     rates = torch.tensor([0.01, 0.1, 0.3], dtype=torch.float64)

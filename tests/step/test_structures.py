@@ -3,7 +3,6 @@
 A step that has met the structure before gives, or raises, what one does that remembers nothing.
 """
 
-from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -36,12 +35,12 @@ class Program(NamedTuple):
     around: ExitStack
 
 
-def begun() -> Program:
+def begun():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 2))
     fn = pa.functional(net)
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         out, new = fn.apply(params, buffers, batch["x"])
         rows = (out - batch["y"]).square().mean(1)
         times = 2.0 if batch.get("flag") else 1.0
@@ -67,18 +66,18 @@ def begun() -> Program:
     return program
 
 
-def streamed(program: Program) -> Any:
+def streamed(program):
     return program.step.window(program.state, [program.batch] * 2)
 
 
-def updated(program: Program) -> Any:
+def updated(program):
     (acc, state), params = program.sums, program.state.params
     for donate in (False, True):
         state = acc.update(state, params, program.batch, donate=donate)
     return state
 
 
-WAYS: dict[str, Callable[[Program], Any]] = {
+WAYS = {
     "whole": lambda program: program.step(program.state, program.batch),
     "streamed": streamed,
     "updated": updated,
@@ -88,48 +87,48 @@ WAYS: dict[str, Callable[[Program], Any]] = {
 # What changes ------------------------------------------------------------------------------------
 
 
-def params(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Program], Program]:
-    def changed(program: Program) -> Program:
+def params(change):
+    def changed(program):
         own = program.state._replace(params=change(dict(program.state.params)))
         return program._replace(state=own)
 
     return changed
 
 
-def state(change: Callable[[Any], Any]) -> Callable[[Program], Program]:
+def state(change):
     return lambda program: program._replace(state=change(program.state))
 
 
-def batch(change: Callable[[dict[str, Any]], Any]) -> Callable[[Program], Program]:
+def batch(change):
     return lambda program: program._replace(batch=change(dict(program.batch)))
 
 
-def module(change: Callable[[Any], object]) -> Callable[[Program], Program]:
-    def changed(program: Program) -> Program:
+def module(change):
+    def changed(program):
         change(program.net)
         return program
 
     return changed
 
 
-def around(context: Callable[[], Any]) -> Callable[[Program], Program]:
-    def changed(program: Program) -> Program:
+def around(context):
+    def changed(program):
         program.around.enter_context(context())
         return program
 
     return changed
 
 
-def a_leaf(change: Callable[[Tensor], Any]) -> Callable[[Program], Program]:
+def a_leaf(change):
     return params(lambda tree: tree | {"0.weight": change(tree["0.weight"])})
 
 
-def rows(change: Callable[[Tensor], Any]) -> Callable[[Program], Program]:
+def rows(change):
     return batch(lambda tree: tree | {"x": change(tree["x"])})
 
 
-def a_moment(change: Callable[[Tensor], Any]) -> Callable[[Program], Program]:
-    def changed(own: Any) -> Any:
+def a_moment(change):
+    def changed(own):
         clip, adam = own.opt_state
         moments = adam.exp_avg | {"0.weight": change(adam.exp_avg["0.weight"])}
         return own._replace(opt_state=(clip, adam._replace(exp_avg=moments)))
@@ -144,7 +143,7 @@ class Sub(Tensor):
 class Seen(TorchDispatchMode):
     """A dispatch mode that changes nothing."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """The operation itself."""
         return func(*args, **(kwargs or {}))
 
@@ -152,13 +151,13 @@ class Seen(TorchDispatchMode):
 class Passed(TorchFunctionMode):
     """A function mode that changes nothing."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         """The function itself."""
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def in_double() -> Generator[None]:
+def in_double():
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -166,19 +165,19 @@ def in_double() -> Generator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def doubled(_: Any, __: Any, out: Tensor) -> Tensor:
+def doubled(_, __, out):
     return 2 * out
 
 
-def swapped(net: Any) -> None:
+def swapped(net):
     net[0] = nn.Linear(3, 4)
 
 
-def replaced(net: Any) -> None:
+def replaced(net):
     net[0].weight = nn.Parameter(torch.ones(4, 3))
 
 
-CHANGES: dict[str, Callable[[Program], Program]] = {
+CHANGES = {
     "nothing": lambda program: program,
     # the batch
     "more rows": batch(lambda tree: {key: torch.cat([x, x]) for key, x in tree.items()}),
@@ -265,7 +264,7 @@ CHANGES: dict[str, Callable[[Program], Program]] = {
 }
 
 
-def outcome(change: Callable[[Program], Program], way: str) -> Any:
+def outcome(change, way):
     """What the next two calls give, or the error that they end in."""
     program = begun()
     try:
@@ -276,7 +275,7 @@ def outcome(change: Callable[[Program], Program], way: str) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def forget(patch: pytest.MonkeyPatch) -> None:
+def forget(patch):
     for module in structure, windows, accumulator:
         patch.setattr(module, "structure_of", lambda *_: None)
 
@@ -284,9 +283,7 @@ def forget(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_remembered_changes_nothing(
-    change: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_remembered_changes_nothing(change, way, monkeypatch):
     came = outcome(CHANGES[change], way)
     forget(monkeypatch)
     wanted = outcome(CHANGES[change], way)
@@ -297,9 +294,9 @@ def test_what_is_remembered_changes_nothing(
 
 
 @pytest.mark.parametrize("change", ["nothing", "more rows", "params in another order", "no_grad"])
-def test_a_structure_is_examined_once(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_structure_is_examined_once(change, monkeypatch):
     """Else the test above would compare one way with itself."""
-    examined, examine = list[int](), structure._examined  # pyright: ignore[reportPrivateUsage]
+    examined, examine = list[int](), structure._examined
     monkeypatch.setattr(
         structure, "_examined", lambda *given: (examined.append(1), examine(*given))[1]
     )
@@ -307,7 +304,7 @@ def test_a_structure_is_examined_once(change: str, monkeypatch: pytest.MonkeyPat
     assert len(examined) == (2 if change == "more rows" else 1)
 
 
-def test_a_device_that_knows_no_autocast() -> None:
+def test_a_device_that_knows_no_autocast():
     """The first call finds the structure, the others know it."""
     step = pa.make_step(
         lambda params, x: (x @ params).square().mean(), pa.sgd(0.1), microbatch_size=2, check=False
@@ -318,7 +315,7 @@ def test_a_device_that_knows_no_autocast() -> None:
     assert state.params.is_meta
 
 
-def test_a_mode_around_the_first_call_decides_nothing_for_the_next() -> None:
+def test_a_mode_around_the_first_call_decides_nothing_for_the_next():
     """Under it nothing is written in place; without it a large gradient is added as it comes."""
     net = torch.ones(600, 600)
     step = pa.make_step(lambda w, x: (x @ w).square().mean(), pa.sgd(0.1), microbatch_size=1)
@@ -329,18 +326,18 @@ def test_a_mode_around_the_first_call_decides_nothing_for_the_next() -> None:
     assert decided.kinds.large == [0]
 
 
-def test_a_donated_state_outlives_an_error_before_anything_is_added() -> None:
+def test_a_donated_state_outlives_an_error_before_anything_is_added():
     class Fails(torch.autograd.Function):
         @staticmethod
-        def forward(x: Tensor) -> Tensor:
+        def forward(x):
             return x.clone()
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx, inputs, output):
             """Nothing is saved."""
 
         @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
+        def backward(ctx, *grads):
             if fails:
                 raise MemoryError
             return grads[0]
@@ -348,7 +345,7 @@ def test_a_donated_state_outlives_an_error_before_anything_is_added() -> None:
     fails, rows, params = False, torch.ones(4, 2), {"w": torch.ones(2), "v": torch.ones(2)}
     for engine in "func", "autograd":
         acc = pa.accumulator(
-            lambda p, x: Fails.apply(x * p["w"] * p["v"]).square().sum(),  # pyright: ignore
+            lambda p, x: Fails.apply(x * p["w"] * p["v"]).square().sum(),
             reduction="sum",  # its gradients enter the sums as they come
             engine=engine,
         )
@@ -361,7 +358,7 @@ def test_a_donated_state_outlives_an_error_before_anything_is_added() -> None:
         assert_trees_bitwise_equal(acc.finalize(state), want)
 
 
-def test_what_was_given_up_is_refused_where_its_structure_is_known() -> None:
+def test_what_was_given_up_is_refused_where_its_structure_is_known():
     step = pa.make_step(
         lambda params, x: (params["w"] * x).square().mean(), pa.sgd(0.1), donate=True
     )

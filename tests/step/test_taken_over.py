@@ -4,7 +4,7 @@ import copy
 import io
 import re
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import pytest
@@ -22,7 +22,7 @@ from tests.draws import generator
 pytestmark = [pytest.mark.parity, pytest.mark.promise("optimizers")]
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     net[0].bias.requires_grad_(False)  # frozen, and held by torch's optimizer all the same
@@ -31,7 +31,7 @@ def network() -> nn.Module:
 
 NET = network()
 FN = pa.functional(NET)
-CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
+CASES = {
     "sgd": (torch.optim.SGD, {"lr": 0.5}, pa.sgd(0.1)),
     "momentum": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.75}, pa.sgd(0.1, momentum=0.75)),
     "adam": (torch.optim.Adam, {"lr": 0.25}, pa.adam(0.1)),
@@ -48,36 +48,36 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
 }
 
 
-def batches(seed: int, count: int) -> list[Any]:
+def batches(seed, count):
     drawn = generator(seed)
     return [(torch.randn(8, 3, generator=drawn), torch.randn(8, 2, generator=drawn))] * count
 
 
-def loss(params: Any, batch: Any) -> Any:
+def loss(params, batch):
     out, _ = FN.apply(params, FN.buffers, batch[0])
     return (out - batch[1]).square().mean()
 
 
-def theirs_on(model: Any, optimizer: Any, given_: Any) -> None:
+def theirs_on(model, optimizer, given_):
     for x, y in given_:
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         optimizer.step()
 
 
-def ours_on(step: Any, state: Any, given_: Any) -> Any:
+def ours_on(step, state, given_):
     for batch in given_:
         state, _ = step(state, batch)
     return state
 
 
-def trained(model: nn.Module) -> dict[str, Any]:
+def trained(model):
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("name", CASES)
 @given(seeds(), st.integers(0, 3), st.booleans())
-def test_a_run_goes_on_and_back(name: str, seed: int, before: int, named: bool) -> None:
+def test_a_run_goes_on_and_back(name, seed, before, named):
     cls, settings, optimizer = CASES[name]
     model = copy.deepcopy(NET)
     parameters = model.named_parameters() if named else model.parameters()
@@ -114,7 +114,7 @@ def test_a_run_goes_on_and_back(name: str, seed: int, before: int, named: bool) 
 
 
 @given(seeds(), st.integers(0, 2))
-def test_groups_are_the_labels_of_a_partition(seed: int, before: int) -> None:
+def test_groups_are_the_labels_of_a_partition(seed, before):
     """In any order of torch's; one without momentum has the leaves that are left."""
     model = copy.deepcopy(NET)
     matrices = [(n, p) for n, p in model.named_parameters() if p.dim() == 2]
@@ -137,12 +137,12 @@ def test_groups_are_the_labels_of_a_partition(seed: int, before: int) -> None:
 
 
 @given(st.integers(0, 5))
-def test_a_scaler_goes_on(before: int) -> None:
+def test_a_scaler_goes_on(before):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=0.0)
 
-    def update(finite: bool) -> None:
+    def update(finite):
         scaler.scale((p * (1.0 if finite else torch.inf)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -168,7 +168,7 @@ def test_a_scaler_goes_on(before: int) -> None:
     assert state.loss_scale.growth_tracker == scaler.state_dict()["_growth_tracker"]
 
 
-def test_a_schedule_counts_on() -> None:
+def test_a_schedule_counts_on():
     model = copy.deepcopy(NET)
     theirs = torch.optim.AdamW(model.named_parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(theirs, 2, 0.5)
@@ -188,38 +188,38 @@ def test_a_schedule_counts_on() -> None:
 # Faults ------------------------------------------------------------------------------------
 
 
-def a_run(cls: Any = torch.optim.AdamW, count: int = 1, **settings: Any) -> Any:
+def a_run(cls=torch.optim.AdamW, count=1, **settings):
     model = copy.deepcopy(NET)
     optimizer = cls(model.named_parameters(), lr=0.5, **settings)
     theirs_on(model, optimizer, batches(0, count))
     return optimizer.state_dict()
 
 
-def renamed(state_dict: Any, names: list[str]) -> Any:
+def renamed(state_dict, names):
     state_dict["param_groups"][0]["param_names"] = names
     return state_dict
 
 
-def without_names() -> Any:
+def without_names():
     model = copy.deepcopy(NET)
     optimizer = torch.optim.AdamW(model.parameters())
     theirs_on(model, optimizer, batches(0, 1))
     return optimizer.state_dict()
 
 
-def uneven() -> Any:
+def uneven():
     state_dict = a_run()
     state_dict["state"][3]["step"] += 2
     return state_dict
 
 
-def without(key: str, cls: Any = torch.optim.AdamW) -> Any:
+def without(key, cls=torch.optim.AdamW):
     state_dict = a_run(cls)
     del state_dict["state"][3][key]
     return state_dict
 
 
-def of_two_rates() -> Any:
+def of_two_rates():
     state_dict = a_run()
     group = state_dict["param_groups"][0]
     names, numbers = group["param_names"], group["params"]
@@ -231,7 +231,7 @@ def of_two_rates() -> Any:
 
 
 NAMES = [name for name, _ in NET.named_parameters()]
-REFUSED: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
+REFUSED = {
     "no names": (without_names(), {}, ValueError, "made without the names"),
     "too few names": (without_names(), {"names": NAMES[:2]}, ValueError, "names has 2 names, .* 4"),
     "a name twice": (without_names(), {"names": [*NAMES[:3], NAMES[0]]}, ValueError, "3 of them"),
@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name: str) -> None:
+def test_what_does_not_fit_is_refused(name):
     state_dict, knobs, error, words = REFUSED[name]
     knobs = dict(knobs)
     state = pa.make_step(loss, knobs.pop("optimizer", pa.adamw(0.5))).init(FN.params)
@@ -316,12 +316,12 @@ EACH = [(cls, pa.from_torch(cls, lr=0.1)) for cls in CLASSES] + [*OURS.items()]
 MATRIX = {"weight": torch.ones(2, 3)}  # Muon takes no vectors
 
 
-def state_of(optimizer: Any) -> Any:
+def state_of(optimizer):
     return pa.make_step(lambda p, x: (p["weight"] * x).mean(), optimizer).init(MATRIX)
 
 
 @cache
-def a_step_of(cls: Any) -> Any:
+def a_step_of(cls):
     weight = nn.Parameter(MATRIX["weight"].clone())
     optimizer = cls([("weight", weight)], lr=0.5)
     weight.square().sum().backward()
@@ -329,7 +329,7 @@ def a_step_of(cls: Any) -> Any:
     return optimizer.state_dict()
 
 
-def another(value: Any) -> Any:
+def another(value):
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
@@ -338,7 +338,7 @@ def another(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("cls", "optimizer"), EACH, ids=lambda x: getattr(x, "__name__", ""))
-def test_each_setting_of_torch_has_to_be_ours(cls: Any, optimizer: Any) -> None:
+def test_each_setting_of_torch_has_to_be_ours(cls, optimizer):
     """But those that say how to compute, and the rate, which schedules change."""
     state, state_dict = state_of(optimizer), a_step_of(cls)
     steps = {"steps": 1}
@@ -368,7 +368,7 @@ def test_each_setting_of_torch_has_to_be_ours(cls: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("cls", "optimizer"), EACH, ids=lambda x: getattr(x, "__name__", ""))
-def test_the_state_of_another_optimizer_is_refused(cls: Any, optimizer: Any) -> None:
+def test_the_state_of_another_optimizer_is_refused(cls, optimizer):
     state = state_of(optimizer)
     for other in CLASSES:
         if other is not cls:
@@ -378,7 +378,7 @@ def test_the_state_of_another_optimizer_is_refused(cls: Any, optimizer: Any) -> 
 
 @pytest.mark.parametrize("betas", [(0.25, 0.5), [0.25, 0.5], [torch.tensor(0.25), 0.5]])
 @pytest.mark.parametrize("decay", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
-def test_settings_are_compared_as_numbers(betas: Any, decay: Any) -> None:
+def test_settings_are_compared_as_numbers(betas, decay):
     """Whatever they are written as: ints, tensors, lists such as a file of JSON has."""
     ours = pa.adamw(0.1, betas=(0.25, 0.5), weight_decay=0)
     state = state_of(pa.chain(pa.clip_by_global_norm(1.0), ours))
@@ -393,7 +393,7 @@ def test_settings_are_compared_as_numbers(betas: Any, decay: Any) -> None:
         pa.import_state(state, optimizer=state_dict | {"param_groups": [group]})
 
 
-COPIES: dict[str, Any] = {
+COPIES = {
     "a copy": copy.deepcopy,
     "clones": lambda state: optree.tree_map(torch.clone, state),
     "a step later": lambda state: pa.make_step(
@@ -403,7 +403,7 @@ COPIES: dict[str, Any] = {
 }
 
 
-def saved(state: Any) -> Any:
+def saved(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -411,7 +411,7 @@ def saved(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_only_what_init_returned_knows_its_settings(name: str) -> None:
+def test_only_what_init_returned_knows_its_settings(name):
     """A copy is refused: it may be a state of any settings."""
     state = state_of(pa.adamw(0.1))
     with pytest.raises(ValueError, match=r"what step\.init returned"):
@@ -423,14 +423,14 @@ def test_only_what_init_returned_knows_its_settings(name: str) -> None:
 class Bare(NamedTuple):
     """An optimizer of one's own, with a state that torch knows nothing of."""
 
-    def init(self, params: Any) -> Any:
+    def init(self, params):
         return optree.tree_map(torch.zeros_like, params)
 
-    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+    def apply(self, grads, state, params):
         return params, state
 
 
-OTHERS: dict[str, tuple[Any, str]] = {
+OTHERS = {
     "alone": (Bare(), r"state\.opt_state\['weight'\] is a Tensor"),
     "in a chain": (pa.chain(pa.clip_by_global_norm(1.0), Bare()), r"opt_state\[1\]"),
     "of a label": (pa.partition({"all": Bare()}, lambda path: "all"), r"opt_state\['all'\]"),
@@ -438,7 +438,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_state_that_torch_does_not_have_is_refused(name: str) -> None:
+def test_a_state_that_torch_does_not_have_is_refused(name):
     optimizer, words = OTHERS[name]
     state = state_of(optimizer)
     for call in (pa.import_state, pa.export_state):
@@ -446,7 +446,7 @@ def test_a_state_that_torch_does_not_have_is_refused(name: str) -> None:
             call(state, optimizer=a_step_of(torch.optim.AdamW))
 
 
-def test_a_state_needs_something_to_be_exported_into() -> None:
+def test_a_state_needs_something_to_be_exported_into():
     state = state_of(pa.sgd(0.1))
     with pytest.raises(ValueError, match="neither optimizer nor scaler came"):
         pa.export_state(state)
@@ -454,11 +454,11 @@ def test_a_state_needs_something_to_be_exported_into() -> None:
 
 
 @pytest.mark.parametrize("key", ["growth_factor", "backoff_factor", "growth_interval"])
-def test_the_settings_of_a_scaler_have_to_be_ours(key: str) -> None:
-    settings: Any = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
+def test_the_settings_of_a_scaler_have_to_be_ours(key):
+    settings = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
     scaler = torch.amp.GradScaler("cpu", **settings).state_dict()
 
-    def import_into(loss_scale: Any) -> Any:
+    def import_into(loss_scale):
         step = pa.make_step(loss, pa.sgd(0.5), loss_scale=loss_scale)
         return pa.import_state(step.init(FN.params), scaler=scaler)
 
@@ -471,7 +471,7 @@ def test_the_settings_of_a_scaler_have_to_be_ours(key: str) -> None:
         import_into(pa.static_loss_scale(8.0))
 
 
-def test_steps_of_what_is_frozen_here_are_refused() -> None:
+def test_steps_of_what_is_frozen_here_are_refused():
     model = copy.deepcopy(NET).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
     theirs_on(model, optimizer, batches(0, 1))
@@ -480,18 +480,18 @@ def test_steps_of_what_is_frozen_here_are_refused() -> None:
         pa.import_state(state, optimizer=optimizer.state_dict())
 
 
-def test_a_scaler_wants_a_loss_scale() -> None:
+def test_a_scaler_wants_a_loss_scale():
     scaled = pa.make_step(loss, pa.sgd(0.5), loss_scale=pa.dynamic_loss_scale())
     with pytest.raises(ValueError, match="the state has no loss scale"):
         pa.import_state(pa.make_step(loss, pa.sgd(0.5)).init(FN.params), scaler={"scale": 1.0})
     for scaler in ({}, {"scale": 1.0}, 3):
         with pytest.raises(TypeError, match="_growth_tracker"):
-            pa.import_state(scaled.init(FN.params), scaler=scaler)  # pyright: ignore
+            pa.import_state(scaled.init(FN.params), scaler=scaler)
     with pytest.raises(TypeError, match="import_state"):
-        pa.import_state(FN.params, scaler={})  # pyright: ignore
+        pa.import_state(FN.params, scaler={})
 
 
-def test_several_labels_that_keep_nothing_by_name_are_refused() -> None:
+def test_several_labels_that_keep_nothing_by_name_are_refused():
     parts = {"a": pa.sgd(0.5), "b": pa.sgd(0.25)}
     optimizer = pa.partition(parts, lambda path: "a" if path.endswith("weight") else "b")
     state = pa.make_step(loss, optimizer).init(FN.params)
