@@ -34,7 +34,6 @@ from .buffers import begin_buffers
 from .constants import Values, check_values, looks_of
 from .graphs import (
     Seen,
-    finished_aux,
     has_cuda_graphs,
     programs,
     reduced_aux,
@@ -43,6 +42,7 @@ from .graphs import (
     unit_of,
 )
 from .microbatch_loss import caller, check_keys, sharing, what_is_shared
+from .next_state import finished_aux
 from .ranks import before_this_rank, telling_ranks, window_of_all_ranks
 from .recipes import Freedom, Recipe, Shapes, form_of, narrowed, recipe_for
 from .state import (
@@ -69,15 +69,6 @@ from .windows import (
 
 
 SHAPES_REMEMBERED = 1000  # kinds of batches, and of microbatches
-
-
-def compiling(eager: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a method of a step that compiles itself; under transforms ``eager`` stands in."""
-
-    def of(method: Callable[..., Any]) -> Callable[..., Any]:
-        return recording(method, eager)
-
-    return of
 
 
 class CompiledStep:
@@ -109,7 +100,7 @@ class CompiledStep:
             return "loss"
         return form_of(self.plan, state, read_batch(batch))
 
-    @compiling(step_whole)
+    @partial(recording, eager=step_whole)
     def whole(self, state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
         """One step over a whole batch."""
         plan = sharing(self.plan, shared)
@@ -153,10 +144,9 @@ class CompiledStep:
     def check_batch(
         self, plan: Plan, state: TrainState, batch: Tree, given: tuple[Given, ...]
     ) -> bool:
-        """Check a batch of a new kind; of the next of this kind, all of it is the same.
+        """Check a batch of a new kind, and give whether it has anything to compile: rows.
 
-        Returns:
-            Whether there is anything to compile: whether it has rows, or no tensor tells.
+        All of that is the same for the next batch of this kind.
         """
         begun_by(plan, state, read_train_state(plan, state))
         flat = read_batch(batch)
@@ -169,7 +159,7 @@ class CompiledStep:
         check_values(self.values, *given)
         return True
 
-    @compiling(update_window)
+    @partial(recording, eager=update_window)
     def update(
         self,
         state: TrainState,
@@ -182,7 +172,7 @@ class CompiledStep:
         new, seen, _ = self.updated(state, window, microbatch, shared, offset)
         return (new, seen[0]) if self.plan.calling.has_aux else new
 
-    @compiling(folded_window)
+    @partial(recording, eager=folded_window)
     def folded(
         self,
         state: TrainState,
@@ -243,7 +233,7 @@ class CompiledStep:
             mark(given[0])
         return new, seen, flat.rows
 
-    @compiling(apply_window)
+    @partial(recording, eager=apply_window)
     def apply(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
         """The next state, and what happened."""
         if any_sharded(tree_leaves(state)):

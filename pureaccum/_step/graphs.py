@@ -23,13 +23,14 @@ from torch import Tensor
 from .._base.torch_internals import compile_anew
 from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .._core.batches import read_batch
-from .._core.reductions import AuxState, Stack, finish_aux, fold_stack, share_of, stack_of_one
+from .._core.reductions import AuxState, Stack, fold_stack, share_of, stack_of_one
 from .._core.weights import Microbatch, power_of_two
 from .microbatch_loss import caller, with_shared
+from .next_state import finished_aux, scale_of
 from .recipes import Arranged
 from .scan import add_together, scanned
 from .state import Plan, StepInfo, StepWindow, TrainState, size_of
-from .windows import applied_window, begin_window, scale_of, updated_window
+from .windows import applied_window, begin_window, updated_window
 
 
 Program = Callable[..., Any]
@@ -82,7 +83,11 @@ def whole_step(plan: Plan, state: TrainState, batch: Arranged) -> tuple[TrainSta
     """A step over a batch: its microbatches as a stream."""
     unit, aux, window = unit_of(plan), None, begin_window(plan, state)
     if batch.groups is None and batch.group is None and len(batch.pieces) == 1:
-        return untouched(plan, state, window, batch.pieces[0])
+        # What the loss sees at once passes through untouched, and its mean weighs 1.
+        window, entry, held = updated_window(plan, state, window, batch.pieces[0], 1.0, counts=1)
+        aux = finished_aux(reduced_aux(plan, None, seen_of(plan, entry), held))
+        rows = 1.0 if entry.weighted else float(held or 1)
+        return applied_window(plan, state, window, 1.0, aux, rows)
     call, scale = caller(plan, state, flatten(state.params)[1]), scale_of(plan, state)
 
     def one(window: StepWindow, part: Tree) -> tuple[StepWindow, Tree]:
@@ -98,7 +103,10 @@ def whole_step(plan: Plan, state: TrainState, batch: Arranged) -> tuple[TrainSta
         if batch.several == 1:
             # Traced to see what is kept, and because no scan enters a mode of torch's that was
             # never entered outside. The compiler drops what nobody uses.
-            more, (_, like) = one, one(window, tree_map(_first, batch.groups))
+            more, (_, like) = (
+                one,
+                one(window, tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch.groups)),
+            )
         window, seen = scanned(more, window, batch.groups, like)
         aux = reduced_aux(plan, aux, seen, size_of(plan) or 1, stacked=True)
     if batch.group is not None:
@@ -107,16 +115,6 @@ def whole_step(plan: Plan, state: TrainState, batch: Arranged) -> tuple[TrainSta
         window, seen = one(window, piece)
         aux = reduced_aux(plan, aux, seen, read_batch(piece).rows or 0)
     return applied_window(plan, state, window, unit, finished_aux(aux))
-
-
-def untouched(
-    plan: Plan, state: TrainState, window: StepWindow, batch: Tree
-) -> tuple[TrainState, StepInfo]:
-    """A step over a batch that the loss sees at once: it passes through, and its mean weighs 1."""
-    window, entry, held = updated_window(plan, state, window, batch, 1.0, counts=1)
-    aux = reduced_aux(plan, None, seen_of(plan, entry), held)
-    rows = 1.0 if entry.weighted else float(held or 1)
-    return applied_window(plan, state, window, 1.0, finished_aux(aux), rows)
 
 
 def seen_of(plan: Plan, entry: Microbatch) -> Seen:
@@ -134,14 +132,8 @@ def reduced_aux(
         return None
     out, share, finite = seen
     finite = finite if isinstance(finite, Tensor) else None
-    if not stacked:
-        return fold_stack(aux, stack_of_one(out, share, finite), rows, plan.calling.aux_reduction)
-    return fold_stack(aux, Stack(out, share, finite), rows, plan.calling.aux_reduction)
-
-
-def finished_aux(aux: AuxState | None) -> Tree:
-    """The reduced aux, if there is any."""
-    return () if aux is None else finish_aux(aux)
+    stack = (Stack if stacked else stack_of_one)(out, share, finite)
+    return fold_stack(aux, stack, rows, plan.calling.aux_reduction)
 
 
 def unit_of(plan: Plan) -> float:
@@ -159,17 +151,13 @@ def _kept(program: Program) -> Program:
 
     def run(*args: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return tree_map(_clone, program(*args))
+        return cloned(program(*args))
 
     return run
 
 
-def _first(x: Any) -> Any:
-    return x[0] if isinstance(x, Tensor) else x
-
-
-def _clone(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
+def cloned(tree: Tree) -> Tree:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
 # In place ------------------------------------------------------------------------------------
@@ -181,7 +169,7 @@ def _in_place(function: Program) -> Program:
     def run(old: Tree, *rest: Any) -> tuple[list[Tensor | None], Any]:
         new, more = function(old, *rest)
         # Clones, because aux may be a parameter or a buffer as it was before the step.
-        more = tree_map(_clone, more)
+        more = cloned(more)
         return written(old, new), more
 
     return run

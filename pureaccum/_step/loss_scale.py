@@ -101,10 +101,6 @@ def dynamic_loss_scale(
             further one. The count starts anew only when the scale grows, or would grow but for its
             ceiling; GradScaler's is 1.
 
-    Returns:
-        ``init(device=None)``, ``scale(state, x)``, ``unscale(state, tree)`` and
-        ``update(state, finite)``.
-
     Example:
         >>> loss_scale = dynamic_loss_scale()
         >>> state = loss_scale.init()
@@ -144,8 +140,11 @@ def dynamic_loss_scale(
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
         """The first state, complete."""
-        settings: Any = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-        settings["growth_interval"] = growth_interval
+        settings = {
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
         return _state(init_scale, hysteresis, device, settings)
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
@@ -179,17 +178,10 @@ def static_loss_scale(scale: float) -> LossScale:
             gradients to zero, and no step can tell: float32 holds nothing below ``2**-149``, so
             with a scale of ``2**-149`` only gradients of 1 and more are left.
 
-    Returns:
-        ``init(device=None)``, ``scale(state, x)``, ``unscale(state, tree)`` and
-        ``update(state, finite)``, whose states all hold the same numbers.
-
     Example:
         >>> loss_scale = static_loss_scale(1024.0)
         >>> loss_scale.update(loss_scale.init(), torch.tensor(False)).scale
         tensor(1024.)
-
-    References:
-        Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
     scale = _check_scale("scale", scale)
 

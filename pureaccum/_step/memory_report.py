@@ -122,15 +122,13 @@ def memory_report(
         1.0
 
     References:
-        `The meta device <https://docs.pytorch.org/docs/stable/meta.html>`_;
-        `Understanding CUDA memory usage
-        <https://docs.pytorch.org/docs/stable/torch_cuda_memory.html>`_
+        `The meta device <https://docs.pytorch.org/docs/stable/meta.html>`_
     """
     if not callable(step):
         raise TypeError(f"step is a {type(step).__name__}; expected what make_step returned.")
     check_state(state, TrainState, "make_step")
     params, _ = read_params(state.params, "state.params")
-    if getattr(step, "form", _eager)(state, batch, *shared) != "eager":
+    if hasattr(step, "form") and step.form(state, batch, *shared) != "eager":  # pyright: ignore
         raise ValueError(
             "memory_report came with a step that compiles itself; graphs plan their own memory. "
             "Report the same step without compile."
@@ -185,7 +183,3 @@ def _memory(state: TrainState, sums: int, live: Live, peak: int) -> Memory:
 
 def _bytes(tree: Tree) -> int:
     return sum(x.nbytes for x in tree_leaves(tree) if isinstance(x, Tensor))
-
-
-def _eager(*_: Any) -> str:
-    return "eager"

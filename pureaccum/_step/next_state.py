@@ -33,6 +33,7 @@ from .._base.trees import (
 )
 from .._core.ledger import AccumState
 from .._core.loss import divisor, mean_value
+from .._core.reductions import AuxState, finish_aux
 from .._core.weights import divided
 from .._optim.update import Ready
 from .._samples.noise_scale import BatchNoise, noise_of
@@ -46,7 +47,7 @@ class Summed(NamedTuple):
     Attributes:
         accum: What was accumulated; its gradients are a list.
         carried: The buffers as the last microbatch left them, and the rows of the step.
-        aux: The aux of all microbatches, reduced.
+        aux: The aux of all microbatches, reduced; ``()`` without any.
         unit: What the gradients are still to be multiplied by.
         rows: What the weight is still to be multiplied by.
         own: Whether the gradients may be changed in place.
@@ -54,14 +55,14 @@ class Summed(NamedTuple):
 
     accum: AccumState
     carried: tuple[Any, Any]
-    aux: Tree = None
+    aux: Tree = ()
     unit: float | Tensor = 1.0
     rows: float = 1.0
     own: bool = True
 
 
 class Means(NamedTuple):
-    """The mean gradients, and the numbers that go with them: of Python's where the host has them.
+    """The mean gradients, and the numbers that go with them: Python's where the host has them.
 
     Attributes:
         parts: This rank's parts of the gradients.
@@ -165,11 +166,8 @@ def info_of(
     plan: Plan, state: TrainState, summed: Summed, means: Means, verdict: Verdict
 ) -> StepInfo:
     """What happened, in tensors of its own."""
-    device, accum, noise = state.samples.device, summed.accum, ()
+    device, accum = state.samples.device, summed.accum
     scale, weight = means.scale, scalar(means.weight, torch.float64, device)
-    if plan.rule.squares:
-        of_squares = (1.0 if scale is None else scale.double() ** 2) / summed.rows
-        noise = _noise(accum, means.parts, means.layouts, of_squares, weight)
     return StepInfo(
         loss=scalar(means.loss, torch.float64, device),
         grad_norm=means.norm,
@@ -178,8 +176,8 @@ def info_of(
         skipped=scalar(accum.skipped, torch.int64, device),
         applied=verdict.applied,
         scale=torch.ones_like(means.norm) if scale is None else scale.clone(),
-        aux=() if summed.aux is None else summed.aux,
-        noise=noise,
+        aux=summed.aux,
+        noise=_noise(summed, means, weight) if plan.rule.squares else (),
     )
 
 
@@ -211,16 +209,20 @@ def next_state(
     return new
 
 
+def finished_aux(aux: AuxState | None) -> Tree:
+    """What aux was reduced to, if there is any."""
+    return () if aux is None else finish_aux(aux)
+
+
 def scale_of(plan: Plan, state: TrainState) -> Tensor | None:
     """The loss scale of a step, if it has one."""
     return None if plan.loss_scale is None else state.loss_scale.scale
 
 
-def _noise(
-    accum: AccumState, parts: list[Tensor], layouts: Layouts | None, by: Any, weight: Tensor
-) -> BatchNoise:
-    squares = accum.squares
+def _noise(summed: Summed, means: Means, weight: Tensor) -> BatchNoise:
+    parts, layouts, scale, squares = means.parts, means.layouts, means.scale, summed.accum.squares
     if not isinstance(squares, Tensor):  # of no microbatch
         squares = torch.zeros(len(parts) + 1, dtype=torch.float64, device=parts[0].device)
     norms = [norm(x) for x in parts] if layouts is None else norms_of_parts(parts, layouts)
+    by = (1.0 if scale is None else scale.double() ** 2) / summed.rows
     return noise_of(norms, squares[:-1] / by, weight.to(squares.device), squares[-1])

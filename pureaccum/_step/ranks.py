@@ -100,18 +100,11 @@ def of_all_ranks(
     given: Tree = (),
     refused: str = "",
 ) -> tuple[AccumState, tuple[Any, Tensor]]:
-    """What was accumulated on all ranks.
+    """The sums of all ranks, and what is carried after their last row: buffers, and their rows.
 
-    Args:
-        plan: What the step is made of.
-        state: The state before, the same on all ranks.
-        window: The window of this rank; its gradients are a list, and are given up.
-        unit: What the gradients of this rank are still to be multiplied by; ranks may differ.
-        given: What the window was computed from.
-        refused: Why this rank has no window: its loss may not be cut.
-
-    Returns:
-        The sums of all ranks, and what is carried after their last row: buffers, and their rows.
+    The window is that of this rank, computed from ``given``; its gradients are a list, which is
+    given up, still to be multiplied by the unit of this rank. ``refused`` says why a rank has no
+    window: its loss may not be cut.
     """
     if not at_top_level():
         return _under_transforms(plan, state, window, unit, given)

@@ -207,10 +207,9 @@ def recording(
 ) -> Callable[..., T]:
     """Let plain autograd follow a function of a step, and its state, outside inference mode.
 
-    Args:
-        function: Given what the step was made of first, a plan or something that has one.
-        eager: The same of a plan, where another function stands in for ``function`` wherever its
-            results are followed: under a transform or a compiler, and by plain autograd.
+    It is given a plan first. A method of something that has a plan comes with ``eager``, the same
+    function of a plan, which runs wherever results are followed: under a transform or a compiler,
+    and by plain autograd.
     """
     plain = eager or function
 

@@ -24,7 +24,7 @@ from .._base.checks import (
 )
 from .._base.torch_internals import transform_active, without_history
 from .._base.trees import Tree, paths, tree_map
-from .._core.auto_size import Search, by_memory, is_auto
+from .._core.auto_size import by_memory, is_auto
 from .._core.batches import check_sizes, cut_batch, read_batch, rows_to_cut, sizes_of_batch
 from .._core.buckets import group_of
 from .._core.layers.order import check_rule
@@ -103,10 +103,11 @@ def make_step(
         microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
             each, for batches of so many; None takes a batch whole. ``"auto"`` takes as many as
             memory allows: the whole batch, and after an out-of-memory error half of that, and so
-            on; the next batches begin there. The result is that of the size which went well. A
-            loss is then called again, with the same random numbers. At size 1 the error comes out.
-            A microbatch of a stream is cut in the same way. ``noise`` wants two microbatches, and
-            begins with half of a batch; ``compile`` makes graphs of sizes that went well without.
+            on; the next batches begin there. The result is that of the size that succeeded. After
+            an error the loss is called again, with the same random numbers; at size 1 the error is
+            raised. A microbatch of a stream is cut in the same way. ``noise`` needs two
+            microbatches, and begins with half of a batch; ``compile`` makes graphs of sizes that
+            succeeded without.
         memory_budget: For ``"auto"``: bytes that a step may hold beyond its arguments, such as
             gradients, activations and the next state. A CPU needs it, since Linux promises more
             memory than there is. Sizes that are not yet known to fit are tried under a count of
@@ -129,9 +130,9 @@ def make_step(
             step and the number of the row: masks do not depend on how a batch is cut.
         engine: ``"auto"`` is autograd at top level, which is faster and runs every loss, and
             torch.func under a transform or a compiler, and for a loss that calls what keeps no
-            graph: a gradient of its own, a step. ``"func"`` and ``"autograd"`` insist. All give
-            the same bits, but for the few operations that torch.func differentiates by another
-            formula: see ``grad_and_value``.
+            graph: a gradient of its own, a step. ``"func"`` and ``"autograd"`` force that engine.
+            All give the same bits, but for the few operations that torch.func differentiates by
+            another formula: see ``grad_and_value``.
         check: Whether the loss is asked if microbatches add up: see ``grad_and_value``.
         noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
             ``noise_scale`` and ``running_noise_scale``.
@@ -151,11 +152,10 @@ def make_step(
             arguments of ``torch.compile``, such as ``{"mode": "reduce-overhead"}``.
 
     Returns:
-        The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch, *shared)``, and the
-        same for a stream, ``step.window(state, microbatches, *shared)``, or piece by piece:
-        ``begin(state)``, ``update(state, window, microbatch, *shared)``, which with ``has_aux``
-        returns ``(window, aux)``, ``apply(state, window)``, and ``merge(a, b)`` of two windows; see
-        ``Step``.
+        The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch, *shared)``, and for a
+        stream ``window(state, microbatches, *shared)``, or piece by piece ``begin(state)``,
+        ``update(state, window, microbatch, *shared)``, ``apply(state, window)`` and ``merge(a, b)``
+        of two windows. ``help(step)`` says what each of them gives.
 
     Example:
         >>> from pureaccum import sgd
@@ -180,22 +180,8 @@ def make_step(
             scaled=loss_scale is not None,
         )
     )
-    check_reduce(aux_reduction, "aux_reduction")
-    check_policy(buffers)
-    _check_auto(microbatch_size, memory_budget, retry_after)
-    found = microbatch_size is None or is_auto(microbatch_size)
-    size = None if found else check_sizes(microbatch_size)
-    if compile is not False:
-        check_compilable(rule, compile)
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of (params, batch).")
-    if loss_scale is not None and not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"loss_scale is {loss_scale!r}; expected dynamic_loss_scale(), static_loss_scale(...) "
-            "or None."
-        )
-    if group is not None:
-        _check_shared(group, buffers)
+    size = _size_of(microbatch_size, memory_budget, retry_after)
+    _check_parts(loss_fn, aux_reduction, loss_scale, buffers, group)
     calling = Calling(
         loss_fn=under(policy, loss_fn),
         has_aux=has_aux,
@@ -216,40 +202,19 @@ def make_step(
         group=group,
         structures=Structures(),
     )
-    if group is not None:
-        plan = plan._replace(agreed=agreement_of(plan, compile))
-    step = Step(
-        init=partial(_init, plan),
-        begin=partial(begin_window, plan),
-        update=partial(update_window, plan),
-        apply=partial(apply_window, plan),
-        whole=partial(step_whole, plan),
-        window=partial(
-            step_over_stream, plan, partial(folded_window, plan), partial(apply_window, plan)
-        ),
-        merge=partial(merge_windows, plan),
-    )
-    graphs_of = None
+    plan = plan if group is None else plan._replace(agreed=agreement_of(plan, compile))
+    step, graphs = _eager(plan), None
     if compile is not False:
-        settings: Mapping[str, Any] = {} if compile is True else compile
-        listed = isinstance(size, list)  # then each microbatch goes through the graph of its size
-        graphs = CompiledStep(plan._replace(size=None) if listed else plan, settings)
-        graphs_of = cache(lambda size: CompiledStep(plan._replace(size=size), settings))
-        step = step._replace(
-            update=graphs.update,
-            apply=graphs.apply,
-            whole=partial(_in_sizes, size, step.window) if listed else graphs.whole,
-            window=partial(step_over_stream, plan, graphs.folded, graphs.apply),
-            form=(lambda *_: "loop") if listed else graphs.form,
-        )
-    if not is_auto(microbatch_size):
-        return step
-    search = partial(by_memory, budget=memory_budget, retry_after=retry_after, parts=1 + noise)
-    return _in_any_size(plan, step, search, graphs_of)
+        step, graphs = _compiled(plan, step, compile)
+    auto = is_auto(microbatch_size)
+    return _in_any_size(plan, step, graphs, memory_budget, retry_after) if auto else step
 
 
-def _check_auto(size: object, budget: object, retry_after: object) -> None:
-    """Check what a step whose size is found by itself is told about that."""
+# What it is given -------------------------------------------------------------------------------
+
+
+def _size_of(size: Any, budget: object, retry_after: object) -> int | list[int] | None:
+    """The size that is given; None where a batch is taken whole, or the step finds a size."""
     for name, knob, expected in (
         ("memory_budget", budget, "the bytes that a step may hold beyond its arguments"),
         ("retry_after", retry_after, "the steps after which a larger size is tried again"),
@@ -261,17 +226,86 @@ def _check_auto(size: object, budget: object, retry_after: object) -> None:
             )
         if knob is not None:
             check_int(knob, name, f"an int of at least 1, {expected}", 1)
+    return None if size is None or is_auto(size) else check_sizes(size)
+
+
+def _check_parts(
+    loss_fn: object, aux_reduction: Tree, loss_scale: object, buffers: Any, group: Any
+) -> None:
+    check_reduce(aux_reduction, "aux_reduction")
+    check_policy(buffers)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of (params, batch).")
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            f"loss_scale is {loss_scale!r}; expected dynamic_loss_scale(), static_loss_scale(...) "
+            "or None."
+        )
+    if group is not None:
+        group_of(group)
+        if buffers == "sequential":
+            raise ValueError(
+                "buffers='sequential' came with group, but ranks work at the same time: expected "
+                "'pooled', one update from the rows of all ranks, or 'freeze'."
+            )
+
+
+# Its layers -------------------------------------------------------------------------------------
+
+
+def _eager(plan: Plan) -> Step:
+    apply = partial(apply_window, plan)
+    return Step(
+        init=partial(_init, plan),
+        begin=partial(begin_window, plan),
+        update=partial(update_window, plan),
+        apply=apply,
+        whole=partial(step_whole, plan),
+        window=partial(step_over_stream, plan, partial(folded_window, plan), apply),
+        merge=partial(merge_windows, plan),
+    )
+
+
+def _compiled(
+    plan: Plan, step: Step, compile: Literal[True] | Mapping[str, Any]
+) -> tuple[Step, Callable[[int], CompiledStep]]:
+    """The step in graphs, and the same for any size of microbatches."""
+    check_compilable(plan.rule, compile)
+    settings: Mapping[str, Any] = {} if compile is True else compile
+    size = plan.size
+    graphs_of = cache(lambda size: CompiledStep(plan._replace(size=size), settings))
+    # With a list of sizes each microbatch goes through the graph of its size, as in a stream.
+    graphs = graphs_of(None if isinstance(size, list) else size)
+    window = partial(step_over_stream, plan, graphs.folded, graphs.apply)
+    made = step._replace(update=graphs.update, apply=graphs.apply, window=window)
+    if not isinstance(size, list):
+        return made._replace(whole=graphs.whole, form=graphs.form), graphs_of
+
+    def in_sizes(state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
+        flat = read_batch(batch)
+        sizes_of_batch(rows_to_cut(flat), size)
+        return step.window(state, cut_batch(flat, size), *shared)
+
+    return made._replace(whole=in_sizes, form=lambda *_: "loop"), graphs_of
 
 
 def _in_any_size(
-    plan: Plan, step: Step, search: Callable[..., Search], graphs_of: Callable[[int], Any] | None
+    plan: Plan,
+    step: Step,
+    graphs_of: Callable[[int], CompiledStep] | None,
+    budget: int | None,
+    retry_after: int | None,
 ) -> Step:
     """A step that finds by itself in which size it takes a batch, or a microbatch of a stream.
 
     A size is tried without the compiler, and without giving anything up: that follows the sums.
     """
-    sums = search(partial(sums_of_rows, plan), _looked_at)
-    more = search(partial(sums_of_microbatch, plan), _looked_at)
+    parts = 2 if plan.rule.squares else 1  # one microbatch does not scatter
+    search = partial(
+        by_memory, look=_looked_at, budget=budget, retry_after=retry_after, parts=parts
+    )
+    sums = search(partial(sums_of_rows, plan))
+    more = search(partial(sums_of_microbatch, plan))
     whole = partial(step_in_sums, plan, sums.run)
     if graphs_of is not None:
 
@@ -282,7 +316,11 @@ def _in_any_size(
             return graphs_of(size).whole(state, batch, *shared)
 
     elif plan.group is None and not plan.donate:  # the next state is a part of what has to fit
-        whole = search(partial(_in_size, plan), _looked_at).run
+
+        def in_size(size: int, *args: Any) -> tuple[TrainState, StepInfo]:
+            return step_whole(plan._replace(size=size), *args)
+
+        whole = search(in_size).run
     folded = partial(folded_in_sums, plan, more.run)
     return step._replace(
         whole=whole,
@@ -291,37 +329,12 @@ def _in_any_size(
     )
 
 
-def _check_shared(group: Any, buffers: Threading | None) -> None:
-    group_of(group)
-    if buffers == "sequential":
-        raise ValueError(
-            "buffers='sequential' came with group, but ranks work at the same time: expected "
-            "'pooled', one update from the rows of all ranks, or 'freeze'."
-        )
-
-
-def _in_size(
-    plan: Plan, size: int, state: TrainState, batch: Tree, *shared: Any
-) -> tuple[TrainState, StepInfo]:
-    return step_whole(plan._replace(size=size), state, batch, *shared)
-
-
-def _in_sizes(
-    sizes: list[int],
-    window: Callable[..., tuple[TrainState, StepInfo]],
-    state: TrainState,
-    batch: Tree,
-    *shared: Any,
-) -> tuple[TrainState, StepInfo]:
-    """One step over a batch, whose microbatches have these sizes."""
-    flat = read_batch(batch)
-    sizes_of_batch(rows_to_cut(flat), sizes)
-    return window(state, cut_batch(flat, sizes), *shared)
-
-
 def _looked_at(state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
     check_state(state, TrainState, "this step")
     return batch, state.params
+
+
+# Its first state --------------------------------------------------------------------------------
 
 
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:

@@ -52,13 +52,14 @@ def import_state(
     names: Sequence[str] | None = None,
     steps: int | None = None,
 ) -> TrainState:
-    """A training state that goes on where an optimizer of torch and a ``GradScaler`` stopped.
+    """Continue a run that an optimizer of torch and a ``GradScaler`` began.
 
     The rule: what torch keeps for the parameter of a name becomes what our optimizer keeps for it;
     learning rates that stand in the state are those of the groups, and steps are counted on.
 
     Parameters are taken over by ``step.init(pa.functional(model).params)``. Settings that stand in
     no state (betas, weight decay, a growth interval) have to be those that ours were made with.
+    The new state shares no memory with what is given.
 
     Args:
         state: What ``step.init`` returned, whose params are a dict by the names of a module.
@@ -67,9 +68,6 @@ def import_state(
         names: The names of the optimizer's parameters, in the order in which it was given them.
             Not needed where it was given ``named_parameters()``.
         steps: How many steps were applied, for schedules: SGD does not count them.
-
-    Returns:
-        A state that shares no memory with what was given.
 
     Example:
         >>> from pureaccum import functional, make_step, sgd

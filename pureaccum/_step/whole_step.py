@@ -34,7 +34,7 @@ from .._core.windows import GuardedLoss
 from .._core.writes import Given
 from .buffers import begin_buffers
 from .microbatch_loss import caller, onwards, sharing, what_is_shared
-from .next_state import Summed, finished, scale_of
+from .next_state import Summed, finished, finished_aux, scale_of
 from .ranks import before_this_rank, of_all_ranks, on_this_rank, telling_ranks
 from .state import (
     Plan,
@@ -50,6 +50,9 @@ from .structure import Prepared, examined, prepare
 from .windows import first_row
 
 
+Summing = Callable[..., Summed]  # see ``sums_of_rows``
+
+
 @recording
 def step_whole(
     plan: Plan, state: TrainState, batch: Tree, *shared: Any
@@ -61,9 +64,6 @@ def step_whole(
     ready = begin(state.opt_state, prepared.params)
     sums = _summed(sharing(plan, shared), state, prepared, state.samples)
     return finished(plan, state, ready, sums)
-
-
-Summing = Callable[..., Summed]  # see ``sums_of_rows``
 
 
 @recording
@@ -118,25 +118,26 @@ def sums_of_rows(
 def _summed(plan: Plan, state: TrainState, prepared: Prepared, first: Tensor) -> Summed:
     cut, buffers = prepared.cut, plan.calling.buffers
     rows = cut.batch.rows
-    if not (rows or plan.group is None):
-        sums = _of_no_rows(plan, state, prepared, first)
-    elif buffers or plan.calling.keys:
-        flow = _flow(plan, (begin_buffers(buffers, state.buffers), 0))
-        sums = _accumulated(plan, state, prepared, first, flow)
-    else:  # nothing is carried, and rows are counted at once
+    some = bool(rows) or plan.group is None
+    if some and not (buffers or plan.calling.keys):  # nothing is carried; rows are counted at once
         flow = Flow(carried=((), sum(cut.sizes)), aux_reduction=plan.calling.aux_reduction)
-        sums = _accumulated(plan, state, prepared, first, flow)
+    else:
+        flow = _flow(plan, (begin_buffers(buffers, state.buffers), 0))
+    summing = _accumulated if some else _of_no_rows
+    sums = summing(plan, state, prepared, first, flow)
     return Summed(
         accum=sums.state,
         carried=sums.carried,
-        aux=None if sums.aux is None else finish_aux(sums.aux),
+        aux=() if sums.aux is None else finish_aux(sums.aux),
         unit=sums.unit,
         # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
         rows=float(rows or 1) if cut.untouched and not sums.weighted else 1.0,
     )
 
 
-def _of_no_rows(plan: Plan, state: TrainState, prepared: Prepared, first: Tensor) -> Accumulated:
+def _of_no_rows(
+    plan: Plan, state: TrainState, prepared: Prepared, first: Tensor, flow: Flow
+) -> Accumulated:
     """What a rank without rows adds: nothing. But other ranks may wait for it inside of the loss.
 
     So the loss is called with no rows, unless it cannot be. If it reaches other ranks, its buffers
@@ -148,7 +149,6 @@ def _of_no_rows(plan: Plan, state: TrainState, prepared: Prepared, first: Tensor
         return after, new._replace(weight=entry.weight)
 
     came: Accumulated | None = None
-    flow = _flow(plan, (begin_buffers(plan.calling.buffers, state.buffers), 0))
     with inside_of(onlooker()) as around:
         try:
             none = prepared._replace(cut=prepared.cut._replace(sizes=[0], unit=1.0))
@@ -177,9 +177,8 @@ def update_in_sums(
     offset: int | None = None,
 ) -> Any:
     """The window with one more microbatch, whose rows ``summing`` sums; or ``(window, aux)``."""
-    flow = _flow_from(plan, state, window, offset)
-    new, aux = _folded(plan, summing, state, window, flow, microbatch, shared)
-    return (new, () if aux is None else finish_aux(aux)) if plan.calling.has_aux else new
+    new, aux = _folded(plan, summing, state, window, None, microbatch, shared, offset)
+    return (new, finished_aux(aux)) if plan.calling.has_aux else new
 
 
 @recording
@@ -193,8 +192,7 @@ def folded_in_sums(
     *shared: Any,
 ) -> tuple[StepWindow, AuxState | None]:
     """The same, and what has been reduced of aux with that of this microbatch."""
-    flow = _flow_from(plan, state, window, None)
-    return _folded(plan, summing, state, window, flow._replace(aux=aux), microbatch, shared)
+    return _folded(plan, summing, state, window, aux, microbatch, shared)
 
 
 def _folded(
@@ -202,16 +200,18 @@ def _folded(
     summing: Callable[..., Accumulated],
     state: TrainState,
     window: StepWindow,
-    flow: Flow,
+    aux: AuxState | None,
     microbatch: Tree,
     shared: tuple[Any, ...],
+    offset: int | None = None,
 ) -> tuple[StepWindow, AuxState | None]:
-    spec = flatten(state.params)[1]
+    params = read_train_state(plan, state)
+    check_window(plan, state, window, params)
+    flow = _flow(plan, (window.buffers, first_row(plan, window, offset)))._replace(aux=aux)
     sums = summing(state, microbatch, flow, *shared)
     grads = [x * sums.unit if sums.unit != 1 else x for x in sums.state.grads]
-    own = sums.state._replace(grads=grads)
-    own = in_tensors(own, state.samples.device, plan.rule.squares)
-    own = own._replace(grads=unflatten(spec, grads))
+    own = in_tensors(sums.state, state.samples.device, plan.rule.squares)
+    own = own._replace(grads=unflatten(params[1], grads))
     rows = torch.full_like(window.rows, read_batch(microbatch).rows or 0)
     buffers = tree_map(torch.clone, sums.carried[0])
     new = StepWindow(add(window.accum, own), buffers, window.rows + rows)
@@ -222,12 +222,6 @@ def _folded(
             aux = aux._replace(states=apart(aux.states, given_up))
         mark(tree_leaves(window))
     return new, aux
-
-
-def _flow_from(plan: Plan, state: TrainState, window: StepWindow, offset: int | None) -> Flow:
-    """What the next microbatch is given, of a window that is checked."""
-    check_window(plan, state, window, read_train_state(plan, state))
-    return _flow(plan, (window.buffers, first_row(plan, window, offset)))
 
 
 def sums_of_microbatch(

@@ -30,7 +30,7 @@ from .._core.batches import Batch, read_microbatch
 from .._core.coupling import question_of
 from .._core.ledger import empty
 from .._core.ledger import merged as merge_states
-from .._core.reductions import AuxState, finish_aux, fold_aux
+from .._core.reductions import AuxState, fold_aux
 from .._core.seams import Portion, Window
 from .._core.structures import structure_of, update_of
 from .._core.sums import Kinds, kinds_of
@@ -39,7 +39,7 @@ from .._core.windows import GuardedLoss
 from .._core.writes import Given
 from .buffers import begin_buffers, merged_moments
 from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
-from .next_state import Summed, finished, scale_of
+from .next_state import Summed, finished, finished_aux, scale_of
 from .ranks import of_all_ranks, refuse_derivative
 from .state import (
     Plan,
@@ -194,7 +194,7 @@ def step_over_stream(
     for microbatch in microbatches:
         window, aux = more(state, window, aux, microbatch, *shared)
     state, info = apply(state, window)
-    return state, info if aux is None else info._replace(aux=finish_aux(aux))
+    return state, info._replace(aux=finished_aux(aux))
 
 
 @recording
