@@ -19,25 +19,16 @@ from pureaccum.testing._check.subject import cast_tree, computing_in, ways
 from pureaccum.testing._check.trials import Bound, Outcome, Result, Trial, errors, shrunk
 from pureaccum.testing.strategies import KINDS, losses, reduction
 from tests.draws import examples
+from tests.testing.problems import W, X, report_of, squares
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("check")]
-W = torch.tensor([1.0, -2.0, 0.5])
-X = torch.linspace(-1, 2, 24).reshape(8, 3)
 NET, MASK = nn.Linear(3, 1), {"x": X, "mask": torch.ones(8)}
 models = st.integers(2, 12).flatmap(losses)
 
 
-def squares(w, x):
-    return ((x @ w) ** 2).mean()
-
-
 def grows(w, x):
     return squares(w, x) * len(x)
-
-
-def report_of(loss, params=W, batch=X, **knobs):
-    return check_accumulation(loss, params, batch, raise_on_mismatch=False, **knobs)
 
 
 # The verdict ------------------------------------------------------------------------------

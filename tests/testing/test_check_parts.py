@@ -17,7 +17,6 @@ from torch import nn
 
 import pureaccum as pa
 from pureaccum._core.batches import read_batch
-from pureaccum.testing import check_accumulation
 from pureaccum.testing._check.check import find_leaf, redrawn
 from pureaccum.testing._check.kept import Kept, names_of
 from pureaccum.testing._check.report import Diagnosis, Leaf, Report
@@ -35,19 +34,10 @@ from pureaccum.testing._check.trials import (
     whole_batch,
 )
 from tests.draws import generator
+from tests.testing.problems import W, X, report_of, squares
 
 
 pytestmark = pytest.mark.laws
-W = torch.tensor([1.0, -2.0, 0.5])
-X = torch.linspace(-1, 2, 24).reshape(8, 3)
-
-
-def squares(w, x):
-    return ((x @ w) ** 2).mean()
-
-
-def report_of(loss, batch=X, **knobs):
-    return check_accumulation(loss, W, batch, raise_on_mismatch=False, **knobs)
 
 
 # The bound -------------------------------------------------------------------------------
@@ -229,7 +219,7 @@ EXPERIMENTS = {
 
 @pytest.mark.parametrize(("loss", "kind", "says"), EXPERIMENTS.values(), ids=EXPERIMENTS)
 def test_an_experiment_tells(loss, kind, says):
-    (found,) = report_of(loss, MASKED).diagnoses
+    (found,) = report_of(loss, batch=MASKED).diagnoses
     assert found.kind == kind
     assert says in found.says
     assert ("order" in found.says) == ("order" in says)
@@ -269,7 +259,7 @@ def test_what_a_loop_makes_of_sums_and_totals(weighted, kind):
             (found / (len(parts) if kind else 1)).backward()
         return w.grad
 
-    causes = [c.kind for c in report_of(loss, MASKED, loop=loop, reduction="sum").diagnoses]
+    causes = [c.kind for c in report_of(loss, batch=MASKED, loop=loop, reduction="sum").diagnoses]
     assert causes == [kind] * bool(kind)
 
 
@@ -293,7 +283,7 @@ def test_a_report_says_what_was_done():
         narrow = total(w.bfloat16(), {**batch, "x": batch["x"].bfloat16()})
         return pa.Weighted(narrow.float(), batch["m"].sum())
 
-    report = report_of(loss, MASKED, weights="m", splits=[[4, 4], [7, 1]])
+    report = report_of(loss, batch=MASKED, weights="m", splits=[[4, 4], [7, 1]])
     assert (report.rows, report.splits, report.loss) == (8, 8, "Weighted")
     assert (report.dtype, report.reference) == ("float32", "float64")
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from pureaccum.testing import check_accumulation
+from tests.testing.problems import report_of
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("check")]
@@ -28,7 +28,7 @@ def squares(out):
 
 
 def diagnoses_of(loss):
-    return check_accumulation(loss, PARAMS, X.clone(), raise_on_mismatch=False).diagnoses
+    return report_of(loss, PARAMS, X.clone()).diagnoses
 
 
 LOSSES = {
@@ -84,8 +84,7 @@ def test_a_sum_that_is_declared_one_is_not_blamed_for_it():
         return linear(params, x).square().sum() * (1 if ascending else 2)
 
     x = X[X[:, 0].sort().indices]
-    report = check_accumulation(loss, PARAMS, x, reduction="sum", raise_on_mismatch=False)
-    (found,) = report.diagnoses
+    (found,) = report_of(loss, PARAMS, x, reduction="sum").diagnoses
     assert found.kind == "batch coupling"
     assert "depends on the order of the rows" in found.says
 
@@ -119,7 +118,7 @@ def test_what_overflows_is_named():
         large = (params["b"] * 60000 - 60000) * 2  # zero
         return (x.sum(1) * params["a"]).mean() + large.sum()
 
-    report = check_accumulation(loss, params, X.half(), raise_on_mismatch=False)
+    report = report_of(loss, params, X.half())
     assert [cause.kind for cause in report.diagnoses] == ["overflow"]
     assert "params['b'] of a microbatch is inf or NaN in float16" in report.diagnoses[0].says
     assert max(leaf.error for leaf in report.leaves) <= 1
@@ -135,7 +134,6 @@ def test_the_line_that_normalises_data_is_named():
         gain = normalised(batch["gain"])
         return ((batch["x"] @ w) * gain).mean()
 
-    batch = {"x": torch.linspace(-1, 2, 24).reshape(8, 3).sin(), "gain": torch.arange(8.0) ** 2}
-    report = check_accumulation(loss, torch.ones(3), batch, raise_on_mismatch=False)
+    report = report_of(loss, torch.ones(3), {"x": X, "gain": torch.arange(8.0) ** 2})
     assert [it.kind for it in report.diagnoses] == ["data statistics"]
     assert "/ 2.0  # the line" in report.diagnoses[0].says

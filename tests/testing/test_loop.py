@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pureaccum as pa
-from pureaccum.testing import check_accumulation
+from tests.testing.problems import report_of
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("check")]
@@ -89,33 +89,19 @@ def test_each_mistake_of_a_loop_is_found(kind, shares, found, complex_):
         return LOSSES[kind](w.real + w.imag if complex_ else w, batch)
 
     w = torch.complex(W, W.flip(0)) if complex_ else W
-    report = check_accumulation(
-        loss,
-        w,
-        BATCH,
-        loop=loop_of(shares),
-        reduction="sum" if kind == "sum" else "mean",
-        raise_on_mismatch=False,
-    )
+    how = "sum" if kind == "sum" else "mean"
+    report = report_of(loss, w, BATCH, loop=loop_of(shares), reduction=how)
     assert [cause.kind for cause in report.diagnoses] == ([found] if found else [])
     assert report.fits == (found is None)
 
 
 def test_the_factor_of_a_loop_is_named():
-    report = check_accumulation(
-        LOSSES["mean"],
-        W,
-        BATCH,
-        loop=loop_of(LOOPS["scale not undone"][1]),
-        raise_on_mismatch=False,
-    )
+    report = report_of(LOSSES["mean"], W, BATCH, loop=loop_of(LOOPS["scale not undone"][1]))
     assert "128 times as much" in report.diagnoses[0].says
     assert report.diagnoses[0].mend == "grads = grads / 128"
 
 
 def test_a_loss_that_is_wrong_is_not_blamed_on_the_loop():
-    report = check_accumulation(
-        LOSSES["sum"], W, BATCH, loop=loop_of(right), raise_on_mismatch=False
-    )
+    report = report_of(LOSSES["sum"], W, BATCH, loop=loop_of(right))
     assert report.diagnoses[0].kind == "sum as mean"
     assert "declared a mean" in report.diagnoses[0].says

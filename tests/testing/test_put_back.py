@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from pureaccum.testing import check_accumulation
 from pureaccum.testing._check.subject import preserving_random, reseed
+from tests.testing.problems import W, X, report_of, squares
 
 
 pytestmark = pytest.mark.purity
-W, X = torch.tensor([1.0, -2.0, 0.5]), torch.linspace(-1, 2, 24).reshape(8, 3)
-
-
-def squares(w, x):
-    return ((x @ w) ** 2).mean()
 
 
 class Owner:
@@ -130,7 +125,7 @@ KEEPERS = {
 def test_what_a_loss_keeps_is_put_back(keeper):
     loss, read = keeper()
     before = read()
-    check_accumulation(loss, W, X, raise_on_mismatch=False)
+    report_of(loss)
     assert read() == before
     loss(W, X)
     assert read() != before  # the control
@@ -138,7 +133,7 @@ def test_what_a_loss_keeps_is_put_back(keeper):
 
 def test_a_nan_that_is_kept_is_not_written():
     missing = torch.tensor([torch.nan, 1.0, 1.0])
-    assert check_accumulation(lambda w, x: squares(w * missing.nan_to_num(), x), W, X).fits
+    assert report_of(lambda w, x: squares(w * missing.nan_to_num(), x)).fits
 
 
 own = torch.Generator()
@@ -180,7 +175,7 @@ def test_gradients_of_what_a_loss_holds_are_put_back():
         critic(x).square().mean().backward()
         return squares(w, x)
 
-    report = check_accumulation(loss, W, X, raise_on_mismatch=False)
+    report = report_of(loss)
     assert report.diagnoses[0].kind == "state"
     assert "critic" in report.diagnoses[0].says
     assert critic.weight.grad is None
@@ -195,5 +190,5 @@ def test_nothing_of_another_dtype_stays_in_a_cache():
     def loss(w, x):
         return squares(w, table(len(x)) @ x)
 
-    assert check_accumulation(loss, W, X).fits
+    assert report_of(loss).fits
     assert loss(W, X).dtype == torch.float32
