@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
 from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.problems import Operations, fits, in_parts, nobody_was_asked, together
+from tests.problems import Operations, fits, function, in_parts, leaf, nobody_was_asked, together
 from tests.runs import RUNS
 
 
@@ -117,17 +117,9 @@ def under_forward_ad(loss, **knobs):
 
 
 def in_a_backward_pass(loss, **knobs):
-    class Inner(Function):
-        @staticmethod
-        def forward(ctx, w):
-            return w.clone()
-
-        @staticmethod
-        def backward(ctx, *grads):
-            return pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))
-
-    out = Inner.apply(W.clone().requires_grad_())
-    out.sum().backward()
+    gradient = lambda: pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))  # noqa: E731
+    Inner = function(lambda w: w.clone(), lambda g, w: gradient(), old=True)
+    Inner.apply(leaf(W)).sum().backward()
 
 
 def reported(loss, **knobs):

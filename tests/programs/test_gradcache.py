@@ -4,7 +4,6 @@ github.com/luyug/GradCache
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,33 +15,31 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits, near
 
 
-pytestmark = [
-    pytest.mark.parity,
-]
+pytestmark = [pytest.mark.parity]
 ROWS, SIZE, STEPS = 30, 8, 3
 Params = dict[str, Tensor]
 
 
-def towers(dtype: torch.dtype = torch.float64) -> nn.ModuleDict:
+def towers(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.ModuleDict(
         {name: nn.Sequential(nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 8)) for name in "ab"}
     ).to(dtype)
 
 
-def batch_of(step: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def batch_of(step, dtype=torch.float64):
     """The upper and the lower half of a digit belong together."""
     x, _ = digits()
     x = x[step * ROWS : (step + 1) * ROWS].to(dtype)
     return {"a": x[:, :32], "b": x[:, 32:]}
 
 
-def contrastive(a: Tensor, b: Tensor) -> Tensor:
+def contrastive(a, b):
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     return F.cross_entropy(a @ b.T * 10, torch.arange(len(a)))
 
 
-def full() -> Params:
+def full():
     model = towers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
@@ -53,7 +50,7 @@ def full() -> Params:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def original() -> Params:
+def original():
     model = towers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
@@ -65,18 +62,18 @@ def original() -> Params:
         cached = {name: torch.cat(kept[name]).requires_grad_() for name in "ab"}
         contrastive(cached["a"], cached["b"]).backward()  # then their gradients
         for name in "ab":  # then each part again, with the gradient of its embeddings
-            grads = cached[name].grad.split(SIZE)  # pyright: ignore
+            grads = cached[name].grad.split(SIZE)
             for part, grad in zip(parts[name], grads, strict=True):
                 (model[name](part) * grad).sum().backward()
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def ported(path: str = "", stop: int = STEPS) -> Params:
+def ported(path="", stop=STEPS):
     model = towers()
     fns = {name: pa.functional(model[name]) for name in "ab"}
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         embed = {
             n: pa.microbatch(lambda p, x, n=n: fns[n].apply(p, (), x)[0], microbatch_size=SIZE)
             for n in "ab"
@@ -97,13 +94,13 @@ def ported(path: str = "", stop: int = STEPS) -> Params:
 ORIGINAL, PORTED = [original], [ported]
 
 
-def test_all_three_are_one_program() -> None:
+def test_all_three_are_one_program():
     want = full()
     assert near(ported(), want) <= 2.0**-26.5
     assert near(original(), want) <= 2.0**-26.5
 
 
-def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_it_goes_on_where_it_stopped(tmp_path):
     path = str(tmp_path / "run")
     ported(path, stop=1)
     assert_trees_bitwise_equal(ported(path), ported())

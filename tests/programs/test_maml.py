@@ -4,35 +4,32 @@ github.com/pytorch/pytorch, functorch/examples/maml_omniglot
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits, near
 
 
-pytestmark = [
-    pytest.mark.parity,
-]
+pytestmark = [pytest.mark.parity]
 TASKS, WAYS, SHOTS, STEPS, INNER = 12, 3, 4, 3, 0.5
 NET = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, WAYS)).double()
 
 
-def start() -> dict[str, Tensor]:
+def start():
     drawn = torch.Generator().manual_seed(0)
     shapes = {name: p.shape for name, p in NET.named_parameters()}
     return {n: torch.randn(s, generator=drawn, dtype=torch.float64) / 8 for n, s in shapes.items()}
 
 
-def tasks_of(step: int) -> dict[str, Tensor]:
+def tasks_of(step):
     """In each task three kinds of digits, labelled anew, to adapt to and to be tested on."""
     (x, y), drawn = digits(), torch.Generator().manual_seed(step)
-    rows: list[Tensor] = []
+    rows = []
     for _ in range(TASKS):
         kinds = torch.randperm(10, generator=drawn)[:WAYS]
         of = [(y == kind).nonzero()[:, 0] for kind in kinds]
@@ -44,15 +41,15 @@ def tasks_of(step: int) -> dict[str, Tensor]:
     return {"x": a, "y": labels, "test_x": b, "test_y": labels}
 
 
-def fit(params: Any, x: Tensor, y: Tensor) -> Tensor:
+def fit(params, x, y):
     return F.cross_entropy(torch.func.functional_call(NET, params, (x,)), y)
 
 
-def original() -> dict[str, Tensor]:
+def original():
     params = {name: p.requires_grad_() for name, p in start().items()}
     optimizer = torch.optim.Adam(params.values(), lr=1e-2)
 
-    def of_task(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor) -> Tensor:
+    def of_task(x, y, test_x, test_y):
         grads = torch.func.grad(fit)(params, x, y)
         adapted = {name: params[name] - INNER * grads[name] for name in params}
         return fit(adapted, test_x, test_y)
@@ -65,13 +62,13 @@ def original() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in params.items()}
 
 
-def ported(path: str = "", stop: int = STEPS) -> dict[str, Tensor]:
-    def of_task(params: Any, task: Any) -> Tensor:
+def ported(path="", stop=STEPS):
+    def of_task(params, task):
         grads = torch.func.grad(fit)(params, task["x"], task["y"])
         adapted = {name: params[name] - INNER * grads[name] for name in params}
         return fit(adapted, task["test_x"], task["test_y"])
 
-    def loss(params: Any, tasks: Any) -> Tensor:
+    def loss(params, tasks):
         return torch.func.vmap(of_task, in_dims=(None, 0))(params, tasks).mean()
 
     step = pa.make_step(loss, pa.adam(1e-2), microbatch_size=5)
@@ -88,11 +85,11 @@ def ported(path: str = "", stop: int = STEPS) -> dict[str, Tensor]:
 ORIGINAL, PORTED = [original], [ported]
 
 
-def test_it_is_the_original_in_microbatches_of_tasks() -> None:
+def test_it_is_the_original_in_microbatches_of_tasks():
     assert near(ported(), original()) <= 2.0**-26.5
 
 
-def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_it_goes_on_where_it_stopped(tmp_path):
     path = str(tmp_path / "run")
     ported(path, stop=1)
     assert_trees_bitwise_equal(ported(path), ported())
