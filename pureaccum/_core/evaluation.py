@@ -168,7 +168,7 @@ def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
 
 def _of_part(
     making: Evaluating, args: tuple[Any, ...], kwargs: Any, batch: dict[int, Any]
-) -> tuple[LossOfPart, list[Any]]:
+) -> tuple[LossOfPart, tuple[Any, ...]]:
     """The loss of a part of the batch arguments and of the leaves of the others, and these."""
     leaves, spec = flatten({i: x for i, x in enumerate(args) if i not in batch})
 
@@ -187,7 +187,7 @@ def _of_part(
         arguments = Arguments.of(given, kwargs)
         return call_microbatched(judged, arguments, Whole(), making.known, guards=False)
 
-    return loss, leaves
+    return loss, tuple(leaves)  # a list would be leaves to differentiate with respect to
 
 
 def _given(args: tuple[Any, ...]) -> Given:
