@@ -1,5 +1,6 @@
 """A checkpoint of several ranks that is not as they wrote it is refused, and says which shard."""
 
+import itertools
 import json
 import os
 import shutil
@@ -51,7 +52,7 @@ def saves(folder, rank, world):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    assert run_on_ranks(4, partial(saves, str(folder))) == [End()] * 4
+    assert on_ranks(4, saves, folder) == [None] * 4
     return folder
 
 
@@ -73,12 +74,6 @@ NAMES = [name(i) for i in range(1, 5)]
 def assert_refused(run, *words):
     with saying(ValueError, str(run), "is not a whole pureaccum checkpoint", *words):
         pa.load(run, LIKE)
-
-
-@pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_that_is_missing_is_named(run, shard):
-    (run / shard).unlink()
-    assert_refused(run, f"{shard} is missing")
 
 
 def test_of_many_missing_shards_the_first_is_named(run):
@@ -111,17 +106,18 @@ def test_a_shard_with_any_byte_flipped_is_named(run, shard):
             os.pwrite(file.fileno(), whole[at : at + 1], at)
 
 
+ODD = {"is missing": lambda saved, run: run.unlink(), "of another save": shutil.copy}
+
+
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_of_another_run_is_named(run, saved, shard):
-    shutil.copy(saved / "other" / shard, run / shard)
-    assert_refused(run, shard, "of another save")
+@pytest.mark.parametrize("words", ODD)
+def test_a_shard_that_is_not_that_of_the_run_is_named(run, saved, shard, words):
+    ODD[words](saved / "other" / shard, run / shard)
+    assert_refused(run, shard, words)
 
 
-@pytest.mark.parametrize("one", NAMES)
-@pytest.mark.parametrize("other", NAMES)
+@pytest.mark.parametrize(("one", "other"), [*itertools.permutations(NAMES, 2)])
 def test_shards_in_each_other_s_places_are_named(run, one, other):
-    if one == other:
-        return
     both = (run / one).read_bytes(), (run / other).read_bytes()
     (run / one).write_bytes(both[1])
     assert_refused(run, one, "it was written as shard")
@@ -130,15 +126,15 @@ def test_shards_in_each_other_s_places_are_named(run, one, other):
 
 
 def test_a_folder_of_two_numbers_of_ranks_is_refused(run):
-    shutil.copy(run / NAMES[0], run / name(5, 4))
-    assert_refused(run, f"{name(5, 4)} is one too many")
-    (run / name(5, 4)).unlink()
-    shutil.copy(run / NAMES[0], run / name(1, 2))
-    assert_refused(run, f"{name(2, 2)} is missing")
-    (run / name(1, 2)).unlink()
-    shutil.copy(run / NAMES[0], run / name(6, 7))
-    assert_refused(run, f"{name(6, 7)} is one too many")
-    (run / name(6, 7)).unlink()
+    more = {
+        name(5, 4): f"{name(5, 4)} is one too many",
+        name(1, 2): f"{name(2, 2)} is missing",
+        name(6, 7): f"{name(6, 7)} is one too many",
+    }
+    for copy, words in more.items():
+        shutil.copy(run / NAMES[0], run / copy)
+        assert_refused(run, words)
+        (run / copy).unlink()
     (run / NAMES[0]).rename(run / name(1, 1))
     assert_refused(run, f"{NAMES[1]} is one too many")
     (run / name(1, 1)).rename(run / NAMES[0])
@@ -181,6 +177,13 @@ def piece(x, at, whole=(8, 3)):
     return {"tree['w']": (Piece(x.dtype, tuple(x.shape), whole, starts, (3, 1)), x)}
 
 
+def on_ranks(world, func, folder):
+    """What a function returns on each of so many ranks."""
+    ends = run_on_ranks(world, partial(func, str(folder)))
+    assert not [end.failure for end in ends if end.failure], ends
+    return [end.returned for end in ends]
+
+
 ROWS = TREE["w"]
 BY_HAND = {
     "a hole": [piece(ROWS[:3], 0), piece(ROWS[4:], 4)],
@@ -195,39 +198,33 @@ BY_HAND = {
 }
 
 
-def by_hand(folder, pieces):
+def by_hand(folder, *pieces):
+    """Shards of tensors, or of scalars beside none."""
     folder.mkdir()
     for i, it in enumerate(pieces, 1):
+        tensors, scalars = ({}, it) if 3 in it.values() else (it, {})
         with open(folder / name(i, len(pieces)), "wb") as file:
-            write_file(file, it, {}, Part("0" * 32, i, len(pieces)))
+            write_file(file, tensors, scalars, Part("0" * 32, i, len(pieces)))
 
 
-def test_a_number_and_a_tensor_of_one_name_are_refused(tmp_path):
-    for i, first in enumerate((True, False)):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        for shard in (1, 2):
-            with open(folder / name(shard, 2), "wb") as file:
-                tensors, scalars = (piece(ROWS, 0), {}), ({}, {"tree['w']": 3})
-                write_file(file, *(tensors if (shard == 1) is first else scalars), part(shard))
-        for like in (torch.zeros(8, 3), 3):
-            with saying(ValueError, "tree['w'] is"):
-                pa.load(folder, {"w": like})
-
-
-def part(shard):
-    return Part("0" * 32, shard, 2)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_number_and_a_tensor_of_one_name_are_refused(tmp_path, first):
+    both = piece(ROWS, 0), {"tree['w']": 3}
+    by_hand(tmp_path / "run", *(both if first else both[::-1]))
+    for like in (torch.zeros(8, 3), 3):
+        with saying(ValueError, "tree['w'] is"):
+            pa.load(tmp_path / "run", {"w": like})
 
 
 @pytest.mark.parametrize("how", BY_HAND)
 def test_parts_that_are_not_the_whole_are_refused(tmp_path, how):
-    by_hand(tmp_path / "run", BY_HAND[how])
+    by_hand(tmp_path / "run", *BY_HAND[how])
     with saying(ValueError, str(tmp_path / "run"), "tree['w']"):
         pa.load(tmp_path / "run", {"w": torch.zeros(8, 3)})
 
 
 def test_parts_that_are_the_whole_are_loaded(tmp_path):
-    by_hand(tmp_path / "run", [piece(ROWS[:3], 0), piece(ROWS[3:], 3), piece(ROWS[:0], 8)])
+    by_hand(tmp_path / "run", piece(ROWS[:3], 0), piece(ROWS[3:], 3), piece(ROWS[:0], 8))
     assert torch.equal(pa.load(tmp_path / "run", {"w": torch.zeros(8, 3)})["w"], ROWS)
 
 
@@ -276,10 +273,8 @@ def loads_damaged(folder, rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_error_on_one_rank_is_one_on_all(run, world):
-    ends = run_on_ranks(world, partial(loads_damaged, str(run.parent)))
-    assert not [end.failure for end in ends if end.failure], ends
-    for end in ends:
-        for said, (shard, _) in zip(end.returned, DAMAGES, strict=True):
+    for told in on_ranks(world, loads_damaged, run.parent):
+        for said, (shard, _) in zip(told, DAMAGES, strict=True):
             number = int(shard.split("-")[1])
             assert shard in said or f"shard {number} of it" in said, said
 
@@ -296,13 +291,12 @@ def holds_another_tree(folder, rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_hold_another_tree_all_raise(tmp_path, world):
-    ends = run_on_ranks(world, partial(holds_another_tree, str(tmp_path)))
-    assert not [end.failure for end in ends if end.failure], ends
-    number, tensor, leaf = ends[0].returned
+    told, *others = on_ranks(world, holds_another_tree, tmp_path)
+    number, tensor, leaf = told
     assert "tree['rank'] is a Python int: 0 on rank 0 and a Python int: 1 on rank" in number
     assert "tree['half'] is float32 of shape (8,): (8,) with checksum" in tensor
     assert "tree['only'] is absent on rank 0 and a Python int: 1 on rank" in leaf
-    assert all(end == ends[0] for end in ends)
+    assert all(other == told for other in others)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -316,7 +310,7 @@ def loads_another(folder, rank, world):
 
 
 def test_ranks_that_load_another_tree_all_raise(tmp_path):
-    assert run_on_ranks(2, partial(loads_another, str(tmp_path))) == [End()] * 2
+    assert on_ranks(2, loads_another, tmp_path) == [None] * 2
 
 
 def dies_in_a_save(folder, rank, world):
@@ -361,11 +355,11 @@ def full_on_one(folder, rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path, world):
     pytest.importorskip("resource", reason="Windows has no such limits")
-    *others, last = run_on_ranks(world, partial(full_on_one, str(tmp_path)))
-    assert "too large" in last.returned
-    for end in others:
-        assert "too large" in end.returned
-        assert f"on rank {world - 1}" in end.returned
+    *others, last = on_ranks(world, full_on_one, tmp_path)
+    assert "too large" in last
+    for told in others:
+        assert "too large" in told
+        assert f"on rank {world - 1}" in told
     assert list(tmp_path.iterdir()) == []
 
 
