@@ -206,11 +206,23 @@ def test_the_library_s_own_reader_reads_every_dtype(shape, seed, order, layout):
         assert came.flatten().view(torch.uint8).tolist() == raw.flatten().tolist()
 
 
-def test_what_shares_memory_is_loaded_apart(tmp_path):
-    w = torch.arange(6.0)
-    tree = {"a": w, "b": w, "rows": w.view(2, 3), "tail": w[2:], "window": w.unfold(0, 3, 1)}
-    again(tmp_path / "run", tree, {k: torch.zeros_like(x) for k, x in tree.items()})
-    again(tmp_path / "run", tree, tree)  # where like itself shares, too
+W, Z = torch.arange(6.0), torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
+SHARING = {"a": W, "b": W, "rows": W.view(2, 3), "tail": W[2:], "window": W.unfold(0, 3, 1)}
+LINEAR = dict(nn.Linear(2, 3).named_parameters())
+# Conjugates and negatives are only bits of a tensor, until somebody asks.
+CONJUGATES = dict(enumerate([Z.conj(), Z[0, 0].conj().imag, Z.mT.conj(), Z.conj()[:, ::2]]))
+TREES = {
+    "shared memory": (SHARING, None),
+    "shared memory, in like too": (SHARING, SHARING),
+    "conjugates": (CONJUGATES, None),
+    "parameters": (LINEAR, LINEAR),
+}
+
+
+@pytest.mark.parametrize(("tree", "like"), TREES.values(), ids=TREES)
+def test_tensors_of_all_kinds_are_loaded_plain_and_apart(tree, like, tmp_path):
+    assert CONJUGATES[1].is_neg()
+    again(tmp_path / "run", tree, like or {k: torch.zeros_like(x) for k, x in tree.items()})
 
 
 def test_the_order_in_memory_is_kept_as_like_does_not_have_it(tmp_path):
@@ -221,19 +233,6 @@ def test_the_order_in_memory_is_kept_as_like_does_not_have_it(tmp_path):
         assert loaded.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_conjugates_that_torch_has_not_computed_yet_are_saved(tmp_path):
-    """Conjugates and negatives are only bits of a tensor, until somebody asks."""
-    z = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
-    tree = [z.conj(), z[0, 0].conj().imag, z.mT.conj(), z.conj()[:, ::2]]
-    assert tree[1].is_neg()
-    again(tmp_path / "run", tree, [torch.zeros_like(x) for x in tree])
-
-
-def test_parameters_are_loaded_as_plain_tensors(tmp_path):
-    module = nn.Linear(2, 3)
-    again(tmp_path / "run", dict(module.named_parameters()), dict(module.named_parameters()))
-
-
 def test_a_dict_is_found_by_its_keys_whatever_their_order(tmp_path):
     pa.save(tmp_path / "run", {"a": torch.zeros(2), "b": torch.ones(2)})
     loaded = pa.load(tmp_path / "run", like={"b": torch.zeros(2), "a": torch.zeros(2)})
@@ -242,10 +241,11 @@ def test_a_dict_is_found_by_its_keys_whatever_their_order(tmp_path):
 
 
 def test_where_tensors_are_made_by_default_does_not_matter(tmp_path):
+    ones = torch.ones(2)
     with torch.device("meta"):
-        pa.save(tmp_path / "run", torch.ones(2, device="cpu")[::2].expand(2))
-        loaded = pa.load(tmp_path / "run", torch.zeros(2, device="cpu"))
-    assert torch.equal(loaded, torch.ones(2))
+        pa.save(tmp_path / "run", ones[::2].expand(2))
+        loaded = pa.load(tmp_path / "run", ones * 0)
+    assert torch.equal(loaded, ones)
 
 
 def test_every_number_is_aligned(tmp_path):
@@ -327,32 +327,22 @@ def test_a_name_alone_is_a_file_in_the_folder_where_one_is(tmp_path, monkeypatch
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_dead_writers_left_goes_and_what_living_ones_write_stays(kind, tmp_path):
+    """A file that one process was writing, or a folder of several ranks."""
     fcntl = pytest.importorskip("fcntl", reason="no such locks on Windows")
     names = ("pureaccum-00000000", "pureaccum-ffffffff", "pureaccum-notes", "other-00000000")
-    dead, living, notes, others = (tmp_path / f".{name}.tmp" for name in names)
-    for path in (dead, living, notes, others):
-        path.touch()
-    with open(living, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        pa.save(tmp_path / "run", TWOS)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "run",
-        *(path.name for path in (living, notes, others)),
-    }
-
-
-def test_a_folder_that_dead_ranks_left_goes_too(tmp_path):
-    fcntl = pytest.importorskip("fcntl", reason="no such locks on Windows")
-    dead, living = (tmp_path / f".pureaccum-{name}.tmp" for name in ("00000000", "ffffffff"))
-    for path in (dead, living):
-        path.mkdir()
-        (path / "shard-00001-of-00002.safetensors").write_bytes(b"half")
+    dead, living, *others = (tmp_path / f".{name}.tmp" for name in names)
+    for path in (dead, living, *others):
+        if kind == "folder":
+            path.mkdir()
+        (path if kind == "file" else path / "shard-00001-of-00002").write_bytes(b"half")
     descriptor = os.open(living, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     pa.save(tmp_path / "run", TWOS)
     os.close(descriptor)
-    assert {path.name for path in tmp_path.iterdir()} == {"run", living.name}
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"run", living.name, *(path.name for path in others)}
 
 
 def test_writers_to_one_path_do_not_mix(tmp_path):
