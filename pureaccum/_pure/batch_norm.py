@@ -199,21 +199,18 @@ def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[st
 
 def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a batch norm looks at what it is given, as far as can be told."""
-    call: dict[str, Any] = {}
     if func is F.batch_norm:
-        call = batch_norm_call(args, kwargs)
-    elif func is torch.batch_norm:
-        names = "input weight bias running_mean running_var training"
-        call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
-    return call.get("training") is not False
+        return batch_norm_call(args, kwargs)["training"] is not False
+    names = "input weight bias running_mean running_var training"
+    call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
+    return func is not torch.batch_norm or call.get("training") is not False
 
 
-class WithoutBatchNorm(Asking):
-    """Raises where a batch norm, by its function, looks at what it is given."""
+def refusing_batch_norm(error: Callable[[Any], BaseException]) -> Asking:
+    """A mode that raises where a batch norm, by its function, looks at what it is given."""
 
-    def __init__(self, error: Callable[[Any], BaseException]) -> None:
-        def before(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs):
-                raise error(func)
+    def before(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs):
+            raise error(func)
 
-        super().__init__(before)
+    return Asking(before)

@@ -54,10 +54,10 @@ from .batch_norm import (
     BatchMoments,
     Scaling,
     Share,
-    WithoutBatchNorm,
     couples,
     moments_of,
     of_itself,
+    refusing_batch_norm,
     scaling_of,
     share_of_rows,
 )
@@ -119,7 +119,7 @@ class WholeBatch:
         if not self.by_function and not any(map(couples, self.places.modules)):
             before = generators({x.device for x in given})
             try:
-                watch = WithoutBatchNorm(lambda _: CoupledError())
+                watch = refusing_batch_norm(lambda _: CoupledError())
                 return self.plain(iter([watch]), tensors, arguments)
             except CoupledError:
                 self.by_function = True

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from .._base.torch_internals import is_wrapped, memory_of, one_member, versions
 from .._base.trees import tree_leaves
 from .._core.called_modules import origins
-from .batch_norm import BATCH_NORMS, WithoutBatchNorm, batch_norm_call, check_input, in_training
+from .batch_norm import BATCH_NORMS, batch_norm_call, check_input, in_training, refusing_batch_norm
 from .symbols import ROWS, Amount, Formed, Symbol, amount, symbol_of, value_of, values_in
 
 
@@ -201,7 +201,7 @@ class Recorder(TorchFunctionMode):
             self.refuse(_NO_CUT.format(name))
         if not _is_users(func):
             return nullcontext()
-        return WithoutBatchNorm(lambda norm: self.refuse(_NO_CUT.format(norm.__name__)))
+        return refusing_batch_norm(lambda norm: self.refuse(_NO_CUT.format(norm.__name__)))
 
     def check_result(self, name: str, is_number: bool) -> None:
         """Refuse what an operation gave: random numbers, hidden facts, numbers in tensors."""
