@@ -55,20 +55,12 @@ def sum_over_ranks_(
 ) -> Callable[[], tuple[Tensor, Tensor | None]]:
     """Begin to sum tensors over the ranks of a group; the sums take their places in the list.
 
-    Nothing is written to where ranks turn out to claim different things.
-
-    Args:
-        tensors: Of the same shapes and dtypes on every rank. They are given up: a sum may be a view
-            of what has travelled, or the tensor itself, written to.
-        numbers: A float64 vector, at most ``RANK_NUMBERS`` long.
-        group: The ranks.
-        claimed: What this rank holds that all should hold.
-        times: What each tensor of this rank is first multiplied by; None for 1.
-        ahead: How many buckets may be under way at a time.
-
-    Returns:
-        A function that waits until all is done, and gives the numbers of all ranks, one row each,
-        and whether ranks agree if nobody has looked yet.
+    Tensors have the same shapes and dtypes on every rank, and are given up: a sum may be a view of
+    what has travelled, or the tensor itself, written to. Nothing is written to where ranks claim
+    different things. ``numbers`` is a float64 vector, at most ``RANK_NUMBERS`` long; each tensor is
+    first multiplied by its entry of ``times``; ``ahead`` buckets may be under way at a time. The
+    function that is returned waits, and gives the numbers of all ranks, one row each, and whether
+    ranks agree if nobody has looked yet.
     """
     group = dist.group.WORLD if group is None else group
     sums = _Sums(tensors, numbers, group, claimed, times)

@@ -39,7 +39,7 @@ origins: "WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = WeakKeyDictiona
 ALONE = threading.RLock()
 
 # By module and name, a copy of the table that was there, or the mode.
-HeldTensors = dict[tuple[torch.nn.Module, str], tuple[Place, Any]]
+HeldTensors = dict[tuple[torch.nn.Module, str], Any]
 Modules = dict[torch.nn.Module, bool]  # the modes of modules
 
 
@@ -81,13 +81,12 @@ def remembering() -> Generator[HeldTensors]:
             return
         if module not in places:
             places[module] = tensor_places(module)
-        for place in places[module]:
-            owner, attributes, name = place
+        for owner, attributes, name in places[module]:
             now = attributes[name]
             if (owner, name) not in held:
-                held[owner, name] = place, now.copy()
+                held[owner, name] = now.copy()
             elif name == PARAMETERS:
-                then = held[owner, name][1]
+                then = held[owner, name]
                 # A tensor for each name: torch would take one for all of them for tied weights.
                 for x in [x for x in then if then[x] is not now.get(x)]:
                     then[x] = torch.empty(0).as_subclass(Ambiguous)
@@ -114,46 +113,43 @@ def hold(held: HeldTensors, modes: Modules, roots: Iterable[torch.nn.Module]) ->
         modes[module] = module.training
         for name in (PARAMETERS, BUFFERS):
             if attributes.get(name):
-                held[module, name] = (module, attributes, name), attributes[name].copy()
+                held[module, name] = attributes[name].copy()
 
 
 def replaced_since(held: HeldTensors) -> HeldTensors:
     """What was held by the modules that hold other tensors now."""
     return {
-        key: (place, then)
-        for key, (place, then) in held.items()
-        if len(now := place[1][place[2]]) != len(then)
+        (module, name): then
+        for (module, name), then in held.items()
+        if len(now := vars(module)[name]) != len(then)
         or not all(map(is_, now.values(), then.values()))
     }
 
 
 def with_own_buffers(held: HeldTensors) -> HeldTensors:
     """The same with copies of all buffers, since what is run again writes to them again."""
-    buffers = [x for (_, name), (_, then) in held.items() if name == BUFFERS for x in then.values()]
+    buffers = [x for (_, kind), then in held.items() if kind == BUFFERS for x in then.values()]
     copies = {id(x): x.clone() for x in buffers if x is not None}
     return {
-        key: (place, {name: copies.get(id(x), x) for name, x in then.items()})
-        for key, (place, then) in held.items()
+        key: {name: copies.get(id(x), x) for name, x in then.items()} for key, then in held.items()
     }
 
 
 def in_modes(modules: Modules) -> AbstractContextManager[None]:
     """Let modules be in training as they were when they were called."""
-    name = "training"
-    its = [(module, vars(module), then) for module, then in modules.items()]
-    its = [(m, at, then) for m, at, then in its if at.get(name, then) != then]
-    return holding({(m, name): ((m, at, name), then) for m, at, then in its})
+    name, pairs = "training", modules.items()
+    return holding({(m, name): then for m, then in pairs if vars(m).get(name, then) != then})
 
 
 @contextmanager
 def holding(held: HeldTensors) -> Generator[None]:
     """Let every module hold again what it held when it was called."""
     with ALONE if held else nullcontext():
-        own = [(attributes, name, attributes[name]) for (_, attributes, name), _ in held.values()]
+        own = {(module, name): vars(module)[name] for module, name in held}
         try:
-            for (_, attributes, name), tensors in held.values():
-                attributes[name] = tensors
+            for (module, name), tensors in held.items():
+                vars(module)[name] = tensors
             yield
         finally:
-            for attributes, name, tensors in own:
-                attributes[name] = tensors
+            for (module, name), tensors in own.items():
+                vars(module)[name] = tensors

@@ -215,18 +215,26 @@ class Asked:
                 leaves, carried, parts = cast_tree(given, dtype) if dtype else given
                 leaves = [*map(_nudged, leaves)] if nudged else leaves
                 with mode or nullcontext():
-                    found: list[tuple[float, float]] = []
-                    for n, (part, (_, rows, start)) in enumerate(zip(parts, pieces, strict=True)):
-                        if n == 0 or pieces[n] is not pieces[0]:  # … again: what differs then?
-                            self.put_back()  # what is drawn once a call is the same in each
-                        its = carried and (carried[0], carried[1] + (start - self.before))
-                        found.append(self.amount(self.loss(leaves, part, rows, its), rows))
+                    found = self.amounts(leaves, carried, parts, pieces)
             return None if undo.reached else found
         except Exception as error:  # it holds what was computed
             takes_gradient = not records and NO_GRAPH in str(error)
         if not takes_gradient:
             return None
         return self.sums(pieces, dtype, mode, records=True, nudged=nudged)
+
+    def amounts(
+        self, leaves: Any, carried: Any, parts: list[Any], pieces: Sequence[Piece]
+    ) -> list[tuple[float, float]]:
+        """Those of each part: the pieces as they are now computed."""
+        found: list[tuple[float, float]] = []
+        for part, piece in zip(parts, pieces, strict=True):
+            if not found or piece is not pieces[0]:  # … again: what differs then?
+                self.put_back()  # what is drawn once a call is the same in each
+            _, rows, start = piece
+            its = carried and (carried[0], carried[1] + (start - self.before))
+            found.append(self.amount(self.loss(leaves, part, rows, its), rows))
+        return found
 
     def amount(self, out: Any, rows: int) -> tuple[float, float]:
         """The total and the weight of what the loss returned for so many rows."""

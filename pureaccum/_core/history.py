@@ -128,10 +128,7 @@ def _stop(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
 def with_history(call: Call, known: Known, plain: Call | None = None) -> Call:
     """Let plain autograd follow the results of a call, and what the loss in it captures.
 
-    Args:
-        call: A function of trees of tensors, whose results keep no history.
-        known: What is known of the loss.
-        plain: The same function as torch.func's transforms follow it; by default ``call`` itself.
+    ``plain`` is the same function as torch.func's transforms follow it; by default ``call`` itself.
     """
 
     @wraps(call)

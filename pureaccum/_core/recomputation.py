@@ -129,7 +129,7 @@ class Again:
 
     def note_others(self, held: list[Tensor]) -> None:
         """Note the captured tensors that are not followed: all that is held but what is."""
-        tables = [x for _, table in self.held.values() for x in table.values() if x is not None]
+        tables = [x for table in self.held.values() for x in table.values() if x is not None]
         captured = [x for at in self.known.captured if (x := at()) is not None]
         others = {id(x): x for x in (*captured, *held, *tables)}
         if not self.leaves.keys().isdisjoint(self.places.keys() - others.keys()):

@@ -176,13 +176,8 @@ def weigh(
 ) -> Weighing | None:
     """How the gradient of a microbatch enters the sums; None where it is known to add nothing.
 
-    Args:
-        seen: What the loss returned.
-        rows: Rows in the microbatch.
-        reduction: What a scalar loss is of its rows.
-        unit: A power of two, the same for a whole window, of which the sums are multiples: then
-            nothing but the cotangent of a mean differs between its microbatches. None: the sums
-            are what they say.
+    The sums are multiples of ``unit``, a power of two that is the same for a whole window, unless
+    it is None: then nothing but the cotangent of a mean differs between its microbatches.
     """
     total = seen.total
     if not isinstance(seen.weight, tuple):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import pureaccum as pa
+from pureaccum._core import weights
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
@@ -292,6 +293,13 @@ def test_tangents_go_along(ours, plain):
     """``detach`` drops one without a word, and so would an engine that works on detached leaves."""
     for dual in ("w", "x", "wx"):
         check(ours, plain, dual)
+
+
+@pytest.mark.parametrize("name", ["rows", "a sum"])
+def test_tangents_of_large_gradients_go_along(name, monkeypatch):
+    """These are added as they come, but not where something is recorded beside them."""
+    monkeypatch.setattr(weights, "LARGE", 1)
+    check(*CASES[f"backward of {name}, recorded"], "wx")
 
 
 def check(ours, plain, dual):

@@ -141,6 +141,21 @@ def test_batch_argnums_say_what_is_cut(batch_argnums, seed, size):
     assert_trees_bitwise_equal(ours, torch.func.grad(loss)(*args, power=2))
 
 
+@pytest.mark.parametrize("name", ["rule", "look", "call", "size", "making"])
+@pytest.mark.parametrize("size", [None, 2, "auto"])
+def test_arguments_of_a_loss_may_have_any_name(size, name):
+    """Those that functions of ours have, too."""
+
+    def loss(w, x, **named):
+        return (w * x * named[name]).sum()
+
+    x, named = torch.arange(4.0), {name: torch.tensor(3.0)}
+    knobs = {"microbatch_size": size, "reduction": "sum"}
+    for w in (torch.tensor(2.0), torch.tensor(2.0, requires_grad=True)):
+        assert pa.grad(loss, **knobs)(w, x, **named) == 18
+        assert pa.value(loss, **knobs)(w, x, **named) == 36
+
+
 @pytest.mark.parametrize("size", [None, 2, 8])
 @pytest.mark.parametrize("transform", ["grad", "grad_and_value"])
 @pytest.mark.parametrize("argnums", [0, (0,)], ids=str)

@@ -115,7 +115,7 @@ PAIRS = [*combinations(LAYERS, 2), *((layer,) for layer in LAYERS), ()]
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_every_pair_of_layers(pair, engine, large, bad, monkeypatch):
     """By a whole batch, and as a stream whose windows are given up, and are not."""
-    width = 600 if large else 3  # a leaf of more than 1 MiB is added one by one
+    width = 512 if large else 3  # a leaf of 1 MiB is added one by one
     rows = torch.arange(7.0 * width).view(7, width).remainder(5) - 2
     if bad:
         rows[4, 1] = torch.nan
