@@ -42,9 +42,6 @@ def classified(net, *shape):
     return Problem(loss, net, {"x": draw(*shape), "y": LABELS})
 
 
-# Networks --------------------------------------------------------------------------------
-
-
 def recurrent():
     lstm = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1)
     return Around(lambda x, lstm, head: head(lstm(x)[0][:, -1]), lstm, nn.Linear(6, 3))
@@ -106,9 +103,6 @@ def quantised(perplexity):
         return total
 
     return Problem(loss, net, {"x": draw(5)})
-
-
-# Policies --------------------------------------------------------------------------------
 
 
 def policies(advantages, grouped=False, on_policy=True):

@@ -171,9 +171,6 @@ def test_a_captured_tensor_has_its_derivatives(body, size, where, seed):
         assert want.norm() > 0
 
 
-# A network that cuts one of its parts --------------------------------------------------------
-
-
 class Network(nn.Module):
     """Its MLP is cut inside of ``forward``, and called twice."""
 

@@ -87,9 +87,6 @@ def test_autocast_around_chunks_of_samples_holds_on_to_weights(name):
         SAMPLES[name](None)(PARAMS, make_batch())
 
 
-# Transforms ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
 def test_the_engine_of_loss_backward_is_refused_under_a_transform(kind, transform):

@@ -79,9 +79,6 @@ def outer(batches, run):
     return value
 
 
-# Runs -------------------------------------------------------------------------------------
-
-
 def descent(gradient, wrap=lambda f: f):
     def one(params, rate, batch):
         return map_(lambda p, g: p - rate * g, params, gradient(params, batch))
@@ -128,9 +125,6 @@ def adam_by_hand(given, batches):
         roots = map_(lambda v, by=1 - 0.999**t: (v / by).sqrt() + 1e-2, second)
         params = map_(lambda p, m, root, at=at: p - at * m / root, params, first, roots)
     return params
-
-
-# Derivatives ------------------------------------------------------------------------------
 
 
 wraps = pytest.mark.parametrize("wrap", [lambda f: f, pa.remat], ids=["as it is", "rematerialised"])
@@ -211,9 +205,6 @@ def test_a_rematerialised_step_has_the_derivatives_of_what_it_captures(size, cap
 
     ours, plain = (outer(batches, partial(run, wrap)) for wrap in (pa.remat, lambda f: f))
     check(ours, plain, at)
-
-
-# The weight itself ------------------------------------------------------------------------
 
 
 sizes = pytest.mark.parametrize("size", [None, 2])

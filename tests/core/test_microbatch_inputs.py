@@ -260,9 +260,6 @@ def test_an_error_where_it_is_computed_again_puts_the_generator_back():
     assert torch.equal(torch.get_rng_state(), states[-1])
 
 
-# Threads -------------------------------------------------------------------------------------
-
-
 def test_threads_do_not_see_each_other_s_microbatches():
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     fn, x = pa.functional(net), normal(ROWS, 3)

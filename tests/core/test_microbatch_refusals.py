@@ -146,9 +146,6 @@ def test_an_output_that_cannot_be_reduced_is_refused(name):
         run(W, X)
 
 
-# Derivatives ---------------------------------------------------------------------------------
-
-
 GRADIENTS = {
     "grad": lambda f: torch.func.grad(lambda w: f(w).sum())(W),
     "jvp": lambda f: torch.func.jvp(f, (W,), (W,))[1].sum(),

@@ -130,9 +130,6 @@ def test_params_that_require_grad_get_no_grad(engine):
     assert_trees_bitwise_equal(result, {name: p.grad for name, p in params.items()})
 
 
-# Recurrent networks -----------------------------------------------------------------------
-
-
 def by_func(loss, params, x):
     total, pull = torch.func.vjp(lambda params: loss(params, x), params)
     with torch.no_grad():  # with a graph of the backward pass, torch takes another kernel

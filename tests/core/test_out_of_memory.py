@@ -297,9 +297,6 @@ def test_an_error_that_the_caller_handles_keeps_its_frames():
     assert "mine" in caught.traceback[-1].frame.f_locals
 
 
-# Transforms of torch.func's kind -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["grad", "grad_and_value", "value"])
 def test_memory_may_run_out_under_transforms(kind):
     params, batch = make_params(), make_batch()
@@ -313,8 +310,6 @@ def test_memory_may_run_out_under_transforms(kind):
     assert_trees_bitwise_equal(found, drawing(lambda: run(2), 1))
     assert len(set(tries.alive)) == 1
 
-
-# The allocator itself -----------------------------------------------------------------------
 
 PROGRAM = """
 import resource

@@ -24,8 +24,6 @@ pytestmark = pytest.mark.parity
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 
 
-# Kernels -------------------------------------------------------------------------------
-
 NETWORKS = {
     "silu": (lambda: nn.Sequential(nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 6)), (4, 6)),
     "mish": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Mish()), (4, 6)),

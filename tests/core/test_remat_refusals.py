@@ -93,9 +93,6 @@ def test_a_second_backward_pass_has_to_be_announced():
         out.backward()
 
 
-# Bad usage -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "words", "make"),
     [

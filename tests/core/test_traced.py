@@ -162,9 +162,6 @@ def same(call, came, want):
         assert (x - y).double().norm() <= ROOT * y.double().norm()
 
 
-# Tracers ---------------------------------------------------------------------------------
-
-
 WRITE_THEMSELVES = {
     "functional": {"aten.add_.Tensor"},  # a BatchNorm counts its calls, on a copy
     # torch's vmap, of a matmul: the shape of a view of its own

@@ -242,9 +242,6 @@ def test_microbatches_without_rows_count_for_nothing():
     assert in_parts(pa.accumulator(loss), W, parts).weight == 5
 
 
-# Threads ---------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("threads")
 def test_two_threads_ask_one_loss():
     x = rows(12)

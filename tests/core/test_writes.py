@@ -276,9 +276,6 @@ def test_a_write_to_what_the_loss_itself_has_made_is_let_through(name, engine):
     assert_trees_bitwise_equal(results[0], results[1])
 
 
-# Compiled steps -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", ["step", "stream"])
 def test_a_write_in_a_compiled_step_is_refused_before_it_happens(form):
     """In eager code, before a graph is made; in a graph nobody could see it."""
