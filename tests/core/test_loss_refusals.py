@@ -67,30 +67,35 @@ NO_PAIRS = {
     "Weighted": (lambda p, b: pa.Weighted(squares(p, b), 2), "a Weighted"),
 }
 TRANSFORMS = {"grad": pa.grad, "grad_and_value": pa.grad_and_value, "value": pa.value}
-ALL = receivers_but("microbatches")
+WEIGHT, PAIR = ("real 0-d tensor or a number", "mask"), ("has_aux=True", "(loss, aux)", "Weighted")
+LOSSES = (  # and what else the loss is said to return
+    {f"loss {name}": (*row, {}) for name, row in BAD.items()}
+    | {
+        f"weight {name}": (
+            lambda p, b, weight=weight: pa.Weighted(squares(p, b), weight),
+            TypeError,
+            ("the weight of Weighted is " + came, *WEIGHT),
+            {},
+        )
+        for name, (weight, came) in WEIGHTS.items()
+    }
+    | {
+        f"pair {name}": (
+            returns,
+            TypeError,
+            (f"the loss returned {came}", *PAIR),
+            {"has_aux": True},
+        )
+        for name, (returns, came) in NO_PAIRS.items()
+    }
+)
 
 
-@each_once("to, returns, error, words", ALL, BAD)
-def test_a_loss_is_a_real_scalar(to, returns, error, words):
+@each_once("to, returns, error, words, knobs", receivers_but("microbatches"), LOSSES)
+def test_a_loss_is_a_real_scalar_with_a_real_weight_or_a_pair(to, returns, error, words, knobs):
     loss, batch = Loss(returns), make_batch(2)
     with refused(error, *words, given=(PARAMS, batch), loss=loss, calls=1):
-        to.run(loss, PARAMS, batch)
-
-
-@each_once("to, weight, came", ALL, WEIGHTS)
-def test_a_weight_is_a_real_number(to, weight, came):
-    loss = Loss(lambda p, b: pa.Weighted(squares(p, b), weight))
-    words = ("the weight of Weighted is " + came, "real 0-d tensor or a number", "mask")
-    with refused(TypeError, *words, given=PARAMS, loss=loss, calls=1):
-        to.run(loss, PARAMS, make_batch(2))
-
-
-@each_once("to, returns, came", ALL, NO_PAIRS)
-def test_a_loss_with_aux_is_a_pair(to, returns, came):
-    loss = Loss(returns)
-    words = (f"the loss returned {came}", "has_aux=True", "(loss, aux)", "Weighted")
-    with refused(TypeError, *words, given=PARAMS, loss=loss, calls=1):
-        to.run(loss, PARAMS, make_batch(2), has_aux=True)
+        to.run(loss, PARAMS, batch, **knobs)
 
 
 @each_once("transform, returns, error, words", TRANSFORMS, BAD)

@@ -105,21 +105,23 @@ def test_an_error_inside_changes_nothing(call):
     assert_trees_bitwise_equal(run(params, batch), want)
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name != "value"])
-def test_an_error_in_the_backward_pass_of_a_cut_changes_nothing(call):
-    params, batch = make_params(), make_batch()
-    explodes = lambda x: Explodes.apply(x) if x.shape[1] == 4 else x  # noqa: E731
-    with unchanged(params, batch, T), pytest.raises(BoomError):
-        CALLS[call](loss_of(explodes))(params, batch)
+HITS = {  # what is done to rows of a width, and the error
+    "a bad backward pass": (4, Explodes.apply, BoomError, r"^$"),
+    "a write to the batch": (3, torch.relu_, RuntimeError, r"in.place"),
+    "a write to rows of a function before": (4, torch.relu_, RuntimeError, r"in.place"),
+}
 
 
+@pytest.mark.parametrize("hit", HITS)
 @calls
-@pytest.mark.parametrize("width", [3, 4], ids=["the batch", "rows of a function before"])
-def test_a_write_to_what_it_is_given_is_refused(call, width):
+def test_an_error_of_the_backward_pass_or_of_a_write_changes_nothing(call, hit):
+    if (call, hit) == ("value", "a bad backward pass"):
+        return
+    width, act, error, said = HITS[hit]
     params, batch = make_params(), make_batch()
-    write = lambda x: x.relu_() if x.shape[1] == width else x  # noqa: E731
-    with unchanged(params, batch, T), pytest.raises(RuntimeError, match=r"in.place"):
-        CALLS[call](loss_of(write))(params, batch)
+    loss = loss_of(lambda x: act(x) if x.shape[1] == width else x)
+    with unchanged(params, batch, T), pytest.raises(error, match=said):
+        CALLS[call](loss)(params, batch)
 
 
 def test_a_write_under_vmap_is_refused_too():
