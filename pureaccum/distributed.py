@@ -21,7 +21,7 @@ from ._base.agreement import Claim as _Claim
 from ._base.agreement import agreement, claim
 from ._base.dtensors import refuse_sharded
 from ._base.states import mark
-from ._base.torch_internals import transform_active
+from ._base.torch_internals.modes import transform_active
 from ._base.trees import Tree, flatten, paths, tree_leaves, unflatten
 from ._core.batches import cut_batch, need_rows, read_batch, rows_to_cut
 from ._core.buckets import AHEAD, group_of, meet, sum_over_ranks_

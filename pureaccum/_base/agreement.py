@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .containers import open_tree
 from .dtensors import local
-from .torch_internals import followed, transform_level, zero_of_all_levels
+from .torch_internals.functorch import followed, transform_level, zero_of_all_levels
 from .trees import Tree, flatten, paths, real_parts, tree_map
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .containers import open_tree
 from .dtensors import PLAIN, any_sharded, first_partial, is_sharded
-from .torch_internals import transform_active
+from .torch_internals.modes import transform_active
 from .trees import Tree, flatten, paths
 
 

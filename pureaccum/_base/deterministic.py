@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .generators import put_back
-from .torch_internals import answering, signature_of
+from .torch_internals.modes import answering
+from .torch_internals.operations import signature_of
 from .trees import tree_map
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .torch_internals import unseen
+from .torch_internals.modes import unseen
 
 
 class Drawn(NamedTuple):

@@ -19,7 +19,8 @@ from torch import nn
 
 from .generators import put_back
 from .states import Spoiled, mark
-from .torch_internals import compiler_stack, is_compiler_error, pre_dispatching
+from .torch_internals.compiler import compiler_stack, is_compiler_error
+from .torch_internals.modes import pre_dispatching
 from .trees import tree_leaves
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .checks import check_same_structure
 from .dtensors import is_sharded, local, refusing
-from .torch_internals import foreach_copy_
+from .torch_internals.kernels import foreach_copy_
 from .trees import Tree, at_once, flatten, paths, unflatten
 
 

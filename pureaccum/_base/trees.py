@@ -26,17 +26,9 @@ from .dtensors import (
     true_on_all_ranks,
     zeros_of_sum,
 )
-from .torch_internals import (
-    at_top_level,
-    finite_by_one_kernel,
-    foreach_norm,
-    foreach_zero_,
-    innermost,
-    may_be_differentiated,
-    may_write,
-    memory_of,
-    transform_active,
-)
+from .torch_internals.functorch import innermost, may_be_differentiated
+from .torch_internals.kernels import finite_by_one_kernel, foreach_norm, foreach_zero_, memory_of
+from .torch_internals.modes import at_top_level, may_write, transform_active
 
 
 Tree = Any  # a pytree; optree.PyTree[Tensor] says no more to a checker and reads worse

@@ -20,7 +20,7 @@ from .._base.checks import (
 )
 from .._base.dtensors import closed, opened, resolved
 from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals import may_add_in_place, may_write
+from .._base.torch_internals.modes import may_add_in_place, may_write
 from .._base.trees import Tree, flatten, paths, tree_leaves, unflatten, zeros
 from .batches import Batch, read_microbatch
 from .coupling import question_of

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
-from .._base.torch_internals import (
+from .._base.torch_internals.functorch import (
     SingleLevelFunction,
     below_grad,
     forward_ad_active,
     graphs_tell,
     innermost,
     on_one_level,
-    transform_active,
     transform_level,
     wants_gradient,
 )
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import continuous
 from .exchange import Backward, recorded_here
 from .gathered import OWN

@@ -30,7 +30,8 @@ from .._base.checks import check_argnums, outside_inference_mode, positions
 from .._base.generators import generators, restore
 from .._base.observation import observed
 from .._base.refusals import is_out_of_memory
-from .._base.torch_internals import in_backward, seeing, transform_active
+from .._base.torch_internals.autograd import in_backward
+from .._base.torch_internals.modes import seeing, transform_active
 from .._base.trees import Tree, flatten
 from .batches import read_batch, rows_to_cut
 from .exchange import inside_of, onlooker

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .._base.agreement import CLAIM_NUMBERS as CLAIMED
 from .._base.agreement import Claim, between_ranks, compare
-from .._base.torch_internals import owns_its_memory
+from .._base.torch_internals.kernels import owns_its_memory
 
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket

@@ -30,14 +30,9 @@ from .._base.checks import here
 from .._base.deterministic import cast_tree, deterministic
 from .._base.dtensors import any_sharded
 from .._base.observation import Undo, leaving_nothing, random_states
-from .._base.torch_internals import (
-    at_top_level,
-    dispatched,
-    down_to,
-    in_backward,
-    innermost,
-    seeing,
-)
+from .._base.torch_internals.autograd import in_backward
+from .._base.torch_internals.functorch import down_to, innermost
+from .._base.torch_internals.modes import at_top_level, dispatched, seeing
 from .._base.trees import tree_leaves
 from .batches import Batch, cut_at, rows_to_cut
 from .causes import coupled_error

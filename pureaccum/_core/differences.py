@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._base.checks import read_tensors
 from .._base.generators import generators, restore
-from .._base.torch_internals import custom_functions
+from .._base.torch_internals.autograd import custom_functions
 from .._base.trees import Tree, all_finite, continuous, flatten, real_parts, unflatten
 
 

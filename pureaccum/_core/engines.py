@@ -21,14 +21,14 @@ from torch import Tensor
 
 from .._base.checks import here
 from .._base.dtensors import Layouts, landed
-from .._base.torch_internals import (
-    foreach_add_,
+from .._base.torch_internals.autograd import (
     gradients,
     gradients_into,
     gradients_of,
-    on_a_level,
     without_history,
 )
+from .._base.torch_internals.functorch import on_a_level
+from .._base.torch_internals.kernels import foreach_add_
 from .called_modules import holding, remembering, with_own_buffers
 from .exchange import Backward, begun, inside_of, running_again
 from .loss import Read, Shape, in_one_list, known_to_all_ranks, read_again

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._base.checks import check_argnums, positions
 from .._base.dtensors import with_all_terms
-from .._base.torch_internals import transform_active
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import Tree, flatten, tree_map, unflatten
 from .arguments import Arguments
 from .auto_size import Size, automatic

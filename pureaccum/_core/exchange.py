@@ -38,13 +38,8 @@ from torch.autograd import Function
 from .._base.agreement import Agreement, agreement, between_ranks, claim
 from .._base.checks import here
 from .._base.containers import open_tree
-from .._base.torch_internals import (
-    differentiated,
-    down_to,
-    forward_ad,
-    in_backward,
-    transform_level,
-)
+from .._base.torch_internals.autograd import in_backward
+from .._base.torch_internals.functorch import differentiated, down_to, forward_ad, transform_level
 from .._base.trees import Tree, accumulation_dtype, continuous, real_parts, unflatten
 from .batches import parts_of_batch
 from .buckets import buckets_of, group_of, meet

@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import NOWHERE, Over, join_rows
-from .._base.torch_internals import (
-    innermost,
-    is_one_of_many,
-    levels,
-    materialised,
-    may_add_in_place,
-)
+from .._base.torch_internals.functorch import innermost, is_one_of_many, levels
+from .._base.torch_internals.kernels import materialised
+from .._base.torch_internals.modes import may_add_in_place
 from .._base.trees import sum_dtype
 from .weights import is_large
 

@@ -30,7 +30,9 @@ from .._base.checks import here, refuse_without_graph
 from .._base.generators import generators, restore
 from .._base.refusals import advise_on_vjp
 from .._base.states import Refusing, mark
-from .._base.torch_internals import ends_of, innermost, transform_active, without_history
+from .._base.torch_internals.autograd import ends_of, without_history
+from .._base.torch_internals.functorch import innermost
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import NAMESPACE, Tree, continuous, flatten, tree_leaves, unflatten
 from .arguments import Arguments
 from .attachment import attach

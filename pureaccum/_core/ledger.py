@@ -21,7 +21,7 @@ from torch import Tensor
 from .._base.checks import check_fits, check_state
 from .._base.dtensors import NOWHERE, Over, any_sharded, with_all_terms
 from .._base.states import loadable
-from .._base.torch_internals import at_top_level
+from .._base.torch_internals.modes import at_top_level
 from .._base.trees import Tree, add, flatten, scalar
 from .loss import Reduction
 from .reductions import AuxState, fold_aux

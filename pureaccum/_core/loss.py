@@ -17,7 +17,7 @@ from torch import Tensor
 from .._base.containers import open_tree
 from .._base.dtensors import any_sharded, is_sharded, local, replicated, with_all_terms
 from .._base.refusals import add_once
-from .._base.torch_internals import innermost
+from .._base.torch_internals.functorch import innermost
 from .._base.trees import NAMESPACE, Tree, flatten, select, tree_leaves, unflatten
 
 

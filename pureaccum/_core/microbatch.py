@@ -19,20 +19,18 @@ from torch.utils.checkpoint import checkpoint
 from .._base.checks import check_argnums, check_choice, here, positions
 from .._base.dtensors import NOWHERE
 from .._base.generators import generators, restore
-from .._base.torch_internals import (
-    at_top_level,
+from .._base.torch_internals.autograd import in_backward, sequence_number
+from .._base.torch_internals.functorch import (
     differentiating,
     forward_ad_active,
     functionalizing,
     graphs_tell,
-    in_backward,
     innermost,
-    sequence_number,
-    transform_active,
     transform_depth,
     transform_level,
     wants_gradient,
 )
+from .._base.torch_internals.modes import at_top_level, transform_active
 from .._base.trees import Tree, continuous, flatten
 from .arguments import Arguments, with_rows_on_host
 from .attachment import attach

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._base.dtensors import NOWHERE, Over
-from .._base.torch_internals import (
-    compares_layouts,
+from .._base.torch_internals.functorch import (
     followed,
     forward_ad_active,
     transform_level,
     wants_gradient,
 )
+from .._base.torch_internals.operations import compares_layouts
 from .._base.trees import Tree, continuous, flatten, sum_dtype, tree_leaves, tree_map, unflatten
 from .gathered import Cut, Rows
 from .loss import Weighted, counts, divisor, filled, mean_value, tensors_apart, terms_of

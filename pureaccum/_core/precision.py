@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._base.deterministic import becomes
-from .._base.torch_internals import versions
+from .._base.torch_internals.autograd import versions
 from .._base.trees import Tree, tree_leaves, tree_map
 
 

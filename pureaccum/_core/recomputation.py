@@ -29,15 +29,9 @@ from torch import Tensor
 
 from .._base.generators import Drawn, replaying, states, were_drawn_from
 from .._base.states import Refusing
-from .._base.torch_internals import (
-    leaves_since,
-    modes_around,
-    tensor_hooks,
-    transform_level,
-    versions,
-    wants_gradient,
-    within,
-)
+from .._base.torch_internals.autograd import leaves_since, tensor_hooks, versions
+from .._base.torch_internals.functorch import transform_level, wants_gradient
+from .._base.torch_internals.modes import modes_around, within
 from .called_modules import HeldTensors, Modules, hold, holding, in_modes, replaced_since
 from .closures import MOST, held_by
 from .watch import Finding, Found, Giving, References, UnseenError, active

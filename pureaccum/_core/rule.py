@@ -21,17 +21,16 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from .._base.dtensors import NOWHERE, split_rows
-from .._base.torch_internals import (
-    foreach_add_,
+from .._base.torch_internals.autograd import gradients_of, without_history
+from .._base.torch_internals.functorch import (
     forward_ad,
     forward_ad_active,
-    gradients_of,
     mapped_levels,
     on_a_level,
-    traced,
     transform_level,
-    without_history,
 )
+from .._base.torch_internals.kernels import foreach_add_
+from .._base.torch_internals.modes import traced
 from .batches import cutting
 from .exchange import Backward, pulled_by
 from .gathered import OWN, WHOLE, Cut, Fetched, Gathered, small_sums

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._base.checks import refuse_autocast_cache
 from .._base.dtensors import PLAIN
-from .._base.torch_internals import transform_active
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import Flat
 from .batches import Batch
 from .sums import Kinds

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import Layouts, opened, sum_layouts
-from .._base.torch_internals import owns_its_memory, transform_active
+from .._base.torch_internals.kernels import owns_its_memory
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import zeros_for_sums
 from .weights import LARGE, Weighing, add_gradient_, add_gradients_, term_of
 

@@ -19,17 +19,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._base.checks import here
-from .._base.torch_internals import (
+from .._base.torch_internals.autograd import recorded_at, sequence_number
+from .._base.torch_internals.functorch import (
     down_to,
     followed,
     innermost,
     is_wrapped,
-    memory_of,
-    recorded_at,
-    sequence_number,
     transform_level,
-    unnoticed,
 )
+from .._base.torch_internals.kernels import memory_of
+from .._base.torch_internals.modes import unnoticed
 from .precision import original
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import Layouts, local, replicated, true_on_all_ranks
-from .._base.torch_internals import foreach_add_, foreach_div_
+from .._base.torch_internals.kernels import foreach_add_, foreach_div_
 from .._base.trees import as_scalar_of, at_once, is_finite, real_parts, scalars_of
 from .loss import Read, Reduction, Shape, counts
 

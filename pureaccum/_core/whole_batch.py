@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import any_sharded, closed, opened, resolved, rows_over
-from .._base.torch_internals import may_add_in_place, transform_active
+from .._base.torch_internals.modes import may_add_in_place, transform_active
 from .._base.trees import Tree, all_finite_of, is_finite, known, paths, scalar, unflatten
 from .batches import (
     Batch,

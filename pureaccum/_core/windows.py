@@ -20,13 +20,9 @@ from .._base.checks import NoGraphError
 from .._base.dtensors import refuse_sharded
 from .._base.generators import generators, restore
 from .._base.refusals import advise_on_vjp, refuse_pre_dispatch
-from .._base.torch_internals import (
-    forward_ad_active,
-    innermost,
-    may_add_in_place,
-    transform_active,
-    without_history,
-)
+from .._base.torch_internals.autograd import without_history
+from .._base.torch_internals.functorch import forward_ad_active, innermost
+from .._base.torch_internals.modes import may_add_in_place, transform_active
 from .arguments import Arguments
 from .coupling import LossOfPart, Question
 from .engines import (

@@ -30,19 +30,11 @@ from .._base.deterministic import draws
 from .._base.dtensors import any_sharded, local
 from .._base.observation import observed
 from .._base.states import Refusing
-from .._base.torch_internals import (
-    BUFFERS,
-    PARAMETERS,
-    dispatched,
-    is_compiled_module,
-    is_taken_as_new,
-    leads_to,
-    memory_of,
-    transform_active,
-    unnoticed,
-    versions,
-    written_by,
-)
+from .._base.torch_internals.autograd import leads_to, versions
+from .._base.torch_internals.kernels import memory_of
+from .._base.torch_internals.modes import dispatched, transform_active, unnoticed
+from .._base.torch_internals.modules import BUFFERS, PARAMETERS, is_compiled_module
+from .._base.torch_internals.operations import is_taken_as_new, written_by
 from .._base.trees import paths, tree_leaves
 from .called_modules import noting_calls, origins
 from .coupling import Answer, Inquiry, Question, answers_of, may_be_asked

@@ -21,7 +21,8 @@ from .._base.checks import check_number, check_same_structure, read_params, read
 from .._base.dtensors import any_sharded
 from .._base.settings import note_maker, records
 from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals import foreach_mul_, may_write
+from .._base.torch_internals.kernels import foreach_mul_
+from .._base.torch_internals.modes import may_write
 from .._base.trees import (
     Flat,
     Tree,

@@ -23,7 +23,9 @@ from .._base.checks import (
 )
 from .._base.dtensors import closed, opened, placed_like
 from .._base.states import loadable
-from .._base.torch_internals import any_tangent, foreach_lerp, transform_active
+from .._base.torch_internals.functorch import any_tangent
+from .._base.torch_internals.kernels import foreach_lerp
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import (
     Flat,
     Tree,

@@ -19,7 +19,8 @@ from torch import Tensor
 from .._base.checks import check_same_structure, check_state, outside_inference_mode, read_params
 from .._base.settings import records
 from .._base.states import Spoiled, loadable, mark, taken, with_settings
-from .._base.torch_internals import any_tangent, transform_active
+from .._base.torch_internals.functorch import any_tangent
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
 from .update import BELONGS, Applied, Begin, Optimizer, Ready, optimizer_of

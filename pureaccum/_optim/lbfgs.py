@@ -27,7 +27,9 @@ from .._base.checks import (
 )
 from .._base.dtensors import refuse_sharded
 from .._base.states import copies, hand_over, loadable
-from .._base.torch_internals import any_tangent, foreach_add_, transform_active
+from .._base.torch_internals.functorch import any_tangent
+from .._base.torch_internals.kernels import foreach_add_
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import (
     Flat,
     Tree,

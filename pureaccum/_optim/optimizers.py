@@ -19,7 +19,8 @@ from torch.optim.sgd import sgd as torch_sgd
 from .._base.checks import check_number
 from .._base.settings import records
 from .._base.states import loadable
-from .._base.torch_internals import fused_adam, may_be_differentiated
+from .._base.torch_internals.functorch import may_be_differentiated
+from .._base.torch_internals.kernels import fused_adam
 from .._base.trees import Tree, as_scalar_of, known, moved
 from .schedules import check_rate
 from .update import Columns, Method, Optimizer, Rate, Row, by_method

@@ -29,7 +29,8 @@ from .._base.checks import (
 )
 from .._base.dtensors import Layouts, any_sharded, closed, opened, placed_like
 from .._base.states import Spoiled, copies, mark, taken, with_settings
-from .._base.torch_internals import any_tangent, may_write, transform_active
+from .._base.torch_internals.functorch import any_tangent
+from .._base.torch_internals.modes import may_write, transform_active
 from .._base.trees import (
     Flat,
     Tree,

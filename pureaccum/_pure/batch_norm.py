@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._base.torch_internals import Asking, transform_active
+from .._base.torch_internals.modes import Asking, transform_active
 from .._base.trees import accumulation_dtype
 from .._core.exchange import gather_one
 

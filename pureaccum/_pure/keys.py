@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._base.checks import check_int, check_number, shown
 from .._base.dtensors import is_sharded, locally
-from .._base.torch_internals import may_write
+from .._base.torch_internals.modes import may_write
 
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)

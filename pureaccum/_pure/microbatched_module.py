@@ -30,13 +30,9 @@ from .._base.containers import open_tree
 from .._base.dtensors import refuse_sharded
 from .._base.generators import generators, restore
 from .._base.observation import observed
-from .._base.torch_internals import (
-    dispatched,
-    down_to,
-    is_compiled_module,
-    unnoticed,
-    untraced,
-)
+from .._base.torch_internals.functorch import down_to
+from .._base.torch_internals.modes import dispatched, unnoticed, untraced
+from .._base.torch_internals.modules import is_compiled_module
 from .._base.trees import Tree, flatten, paths, tree_map, unflatten
 from .._core.batches import (
     check_sizes,

@@ -18,18 +18,12 @@ from torch.overrides import handle_torch_function
 
 from .._base.containers import open_tree
 from .._base.generators import generators, restore
-from .._base.torch_internals import (
-    BUFFERS,
-    effects_of,
-    is_cache,
-    is_taken_as_new,
-    memory_of,
-    one_member,
-    seeing,
-    unnoticed,
-    version,
-    written_by,
-)
+from .._base.torch_internals.autograd import version
+from .._base.torch_internals.functorch import one_member
+from .._base.torch_internals.kernels import memory_of
+from .._base.torch_internals.modes import seeing, unnoticed
+from .._base.torch_internals.modules import BUFFERS, is_cache
+from .._base.torch_internals.operations import effects_of, is_taken_as_new, written_by
 from .._base.trees import tree_leaves
 from .._core.called_modules import ALONE
 from .batch_norm import couples, nearly_of_itself

@@ -35,17 +35,14 @@ from torch.func import functional_call
 
 from .._base.checks import here
 from .._base.observation import observed, put_back_attributes
-from .._base.torch_internals import (
+from .._base.torch_internals.autograd import saved_tensors_hooks, saved_tensors_hooks_allowed
+from .._base.torch_internals.modes import Asking, dispatched, seeing
+from .._base.torch_internals.modules import (
     BUFFERS,
     CHILDREN,
     PARAMETERS,
-    Asking,
-    dispatched,
     is_cache,
     is_compiled_module,
-    saved_tensors_hooks,
-    saved_tensors_hooks_allowed,
-    seeing,
 )
 from .._base.trees import tree_leaves
 from .._core.called_modules import ALONE, origins

@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._base.torch_internals import is_wrapped, memory_of, one_member, versions
+from .._base.torch_internals.autograd import versions
+from .._base.torch_internals.functorch import is_wrapped, one_member
+from .._base.torch_internals.kernels import memory_of
 from .._base.trees import tree_leaves
 from .._core.called_modules import origins
 from .batch_norm import BATCH_NORMS, batch_norm_call, check_input, in_training, refusing_batch_norm

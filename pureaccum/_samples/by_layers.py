@@ -16,7 +16,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from .._base.checks import LARGEST_INT, here, read_tensors
 from .._base.generators import generators, restore
 from .._base.refusals import is_out_of_memory
-from .._base.torch_internals import over_rows
+from .._base.torch_internals.functorch import over_rows
 from .._base.trees import Tree, unflatten
 from .._core.batches import cutting
 from .._core.exchange import inside_of, onlooker

@@ -27,12 +27,8 @@ from .._base.checks import (
 )
 from .._base.dtensors import refuse_sharded
 from .._base.refusals import vmap_refusal
-from .._base.torch_internals import (
-    at_top_level,
-    forward_ad_active,
-    may_write,
-    transform_active,
-)
+from .._base.torch_internals.functorch import forward_ad_active
+from .._base.torch_internals.modes import at_top_level, may_write, transform_active
 from .._base.trees import Tree, flatten, global_norm, tree_map, unflatten
 from .._core.batches import Batch, check_size, cut_batch, cutting, read_batch, rows_to_cut
 from .._core.engines import Way, pulled, remembering_modules

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base.torch_internals import wants_gradient
+from .._base.torch_internals.functorch import wants_gradient
 from .outer_products import Outer
 
 

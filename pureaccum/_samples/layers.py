@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._base.checks import here
-from .._base.torch_internals import (
+from .._base.torch_internals.autograd import ends_of, gradients
+from .._base.torch_internals.functorch import (
     as_members,
     below_vmap,
-    ends_of,
-    gradients,
     members_of,
     over_rows,
     transform_level,

@@ -38,7 +38,7 @@ from .._base.dtensors import (
     whole,
 )
 from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals import may_write, transform_active
+from .._base.torch_internals.modes import may_write, transform_active
 from .._base.trees import Tree, add, flatten, tree_leaves, tree_map, unflatten
 from .._core.accumulator import NO_GRAPH, Accumulator
 from .._core.history import refusing_backward, with_history

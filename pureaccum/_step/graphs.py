@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.torch_internals import compile_anew
+from .._base.torch_internals.compiler import compile_anew
 from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .._core.batches import read_batch
 from .._core.reductions import AuxState, Stack, fold_stack, share_of, stack_of_one

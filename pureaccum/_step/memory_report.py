@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._base.checks import check_state, read_params
 from .._base.generators import generators, restore
-from .._base.torch_internals import imagining
+from .._base.torch_internals.modes import imagining
 from .._base.trees import Tree, accumulation_dtype, tree_leaves, tree_map
 from .._core.auto_size import Live, counting
 from .state import TrainState

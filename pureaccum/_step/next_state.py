@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._base.dtensors import Layouts, closed, norms_of_parts, opened, resolved
 from .._base.states import mark
-from .._base.torch_internals import may_add_in_place, may_write
+from .._base.torch_internals.modes import may_add_in_place, may_write
 from .._base.trees import (
     Tree,
     all_finite_of,

@@ -30,7 +30,8 @@ from .._base.agreement import (
 from .._base.checks import read_params
 from .._base.dtensors import refuse_sharded
 from .._base.settings import settings_of
-from .._base.torch_internals import at_top_level, differentiated, differentiating
+from .._base.torch_internals.functorch import differentiated, differentiating
+from .._base.torch_internals.modes import at_top_level
 from .._base.trees import Tree, flatten, unflatten, zeros_for_sums
 from .._core.buckets import meet
 from .._core.causes import CoupledLossError

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base.torch_internals import let_vary
+from .._base.torch_internals.compiler import let_vary
 from .._base.trees import Tree, accumulation_dtype, flatten, tree_leaves, unflatten
 from .._core.batches import Batch, cut_batch
 from .constants import looks_of

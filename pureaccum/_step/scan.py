@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.torch_internals import scan
+from .._base.torch_internals.compiler import scan
 from .._base.trees import Tree, add, flatten, unflatten
 from .._core.coupling import LossOfPart
 from .._core.ledger import AccumState

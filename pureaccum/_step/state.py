@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base.agreement import Agreement
 from .._base.checks import check_same_structure, check_state, read_params, refuse_autocast_cache
 from .._base.states import loadable
-from .._base.torch_internals import transform_active
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import Flat, Tree, flatten
 from .._core.buckets import group_of
 from .._core.history import call_with_history

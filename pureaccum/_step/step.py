@@ -22,7 +22,8 @@ from .._base.checks import (
     read_params,
     refuse_without_graph,
 )
-from .._base.torch_internals import transform_active, without_history
+from .._base.torch_internals.autograd import without_history
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import Tree, paths, tree_map
 from .._core.auto_size import by_memory, is_auto
 from .._core.batches import check_sizes, cut_batch, read_batch, rows_to_cut, sizes_of_batch

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._base.checks import check_state
 from .._base.states import mark
-from .._base.torch_internals import may_write
+from .._base.torch_internals.modes import may_write
 from .._base.trees import (
     Tree,
     add,

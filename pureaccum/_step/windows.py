@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._base.checks import LARGEST_INT, check_int, check_same_structure, check_state
 from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals import may_write
+from .._base.torch_internals.modes import may_write
 from .._base.trees import (
     Tree,
     apart,

@@ -28,7 +28,7 @@ from .._base.dtensors import (
     whole_layout,
 )
 from .._base.dtensors import close as in_layout
-from .._base.torch_internals import transform_active
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import Tree, flatten, paths, unflatten
 from .file_format import SCALARS, SHOWN, Contents, Piece, read_header, row_by_row, whole_piece
 from .files import Path, read_piece, tile, whole_file, write_file

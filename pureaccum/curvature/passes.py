@@ -31,7 +31,8 @@ from .._base.checks import (
 from .._base.deterministic import cast_tree
 from .._base.dtensors import refuse_sharded
 from .._base.refusals import advise_on_curvature
-from .._base.torch_internals import at_top_level, in_backward, may_write, transform_active
+from .._base.torch_internals.autograd import in_backward
+from .._base.torch_internals.modes import at_top_level, may_write, transform_active
 from .._base.trees import Tree, flatten, paths, unflatten
 from .._core.accumulator import accumulator
 from .._core.auto_size import is_auto

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .._base.checks import read_tensors
-from .._base.torch_internals import any_tangent, transform_active
+from .._base.torch_internals.functorch import any_tangent
+from .._base.torch_internals.modes import transform_active
 from .._base.trees import Tree, accumulation_dtype, continuous, flatten, unflatten
 from .._core.loss import Reduction, Weighted, read, sane
 from .._core.weights import quotient

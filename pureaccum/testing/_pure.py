@@ -18,14 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from .._base.states import Refusing
-from .._base.torch_internals import (
-    hooks_of_all_modules,
-    module_vars,
-    saved_tensors_hooks_allowed,
-    tensor_hooks,
-    transform_level,
-    version,
-)
+from .._base.torch_internals.autograd import saved_tensors_hooks_allowed, tensor_hooks, version
+from .._base.torch_internals.functorch import transform_level
+from .._base.torch_internals.modules import hooks_of_all_modules, module_vars
 from .._base.trees import flatten, paths
 from .._core.closures import names_in
 from ._assertions import dense

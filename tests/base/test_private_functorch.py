@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from pureaccum._base import torch_internals
+from pureaccum._base.torch_internals import autograd, functorch, modes
 
 
 pytestmark = [pytest.mark.parity, pytest.mark.promise("private")]
@@ -20,12 +20,12 @@ def test_the_wrappers_of_transforms_come_off() -> None:
     x = torch.ones(2, 3)
 
     def look(row: torch.Tensor) -> torch.Tensor:
-        before = torch_internals.version(torch_internals.innermost(row))
+        before = autograd.version(functorch.innermost(row))
         row.detach().mul_(1)
         assert before is not None
-        assert torch_internals.version(torch_internals.innermost(row)) == before + 1
-        assert torch_internals.innermost(row).data_ptr() == x.data_ptr()
-        seen.append(torch_internals.levels(row))
+        assert autograd.version(functorch.innermost(row)) == before + 1
+        assert functorch.innermost(row).data_ptr() == x.data_ptr()
+        seen.append(functorch.levels(row))
         return row.sum()
 
     seen: list[set[int]] = []
@@ -40,7 +40,7 @@ def test_the_wrappers_of_transforms_come_off() -> None:
 
 def test_a_vmap_is_seen_below_other_transforms_also_while_the_compiler_traces_them() -> None:
     def look(x: Tensor) -> Tensor:
-        seen.append(torch_internals.any_mapped([torch.ones(2), x]))
+        seen.append(functorch.any_mapped([torch.ones(2), x]))
         return x.square().sum()
 
     def forward(x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def test_forward_ad_goes_on_in_the_rule_of_a_function() -> None:
     x = torch.tensor(3.0)
     with pytest.raises(RuntimeError):
         torch.func.jvp(Square.apply, (x,), (x,))
-    Square.forward_ad = staticmethod(torch_internals.forward_ad)
+    Square.forward_ad = staticmethod(functorch.forward_ad)
     assert torch.func.jvp(Square.apply, (x,), (torch.ones(()),))[1] == 6.0
 
 
@@ -90,14 +90,14 @@ def test_what_autograd_records_has_a_number() -> None:
     """Made before or after, in this thread."""
     w = torch.ones((), requires_grad=True)
     before = w * 2
-    begun = torch_internals.sequence_number()
+    begun = autograd.sequence_number()
     after = w * 2
-    assert torch_internals.recorded_at(w) == -1
+    assert autograd.recorded_at(w) == -1
     assert (
-        torch_internals.recorded_at(before)
+        autograd.recorded_at(before)
         < begun
-        <= torch_internals.recorded_at(after)
-        < torch_internals.sequence_number()
+        <= autograd.recorded_at(after)
+        < autograd.sequence_number()
     )
 
 
@@ -114,9 +114,9 @@ class Tripled(torch.autograd.Function):
 def test_what_autograd_records_says_which_function_it_is_of() -> None:
     w = torch.ones((), requires_grad=True)
     outs = [Tripled.apply(w.sin()).cos(), Tripled.apply(w)]
-    assert torch_internals.custom_functions(outs) == [f"{__name__}.Tripled"]
-    assert torch_internals.custom_functions([w, w * 2]) == []
-    assert len([*torch_internals.nodes_from([x.grad_fn for x in outs], {None})]) == 5
+    assert autograd.custom_functions(outs) == [f"{__name__}.Tripled"]
+    assert autograd.custom_functions([w, w * 2]) == []
+    assert len([*autograd.nodes_from([x.grad_fn for x in outs], {None})]) == 5
 
 
 def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
@@ -126,11 +126,11 @@ def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
     def look(x: Tensor) -> Tensor:
         def inside(y: Tensor) -> Tensor:
             seen["outer"], seen["inner"] = (
-                torch_internals.followed(x, 1),
-                torch_internals.followed(y, 1),
+                functorch.followed(x, 1),
+                functorch.followed(y, 1),
             )
-            seen["detached"] = torch_internals.followed(x.detach(), 1)
-            seen["levels"] = torch_internals.levels(y)
+            seen["detached"] = functorch.followed(x.detach(), 1)
+            seen["levels"] = functorch.levels(y)
             return (x * y).sum()
 
         return grad(inside)(torch.ones(2)).sum()
@@ -144,15 +144,15 @@ def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
     assert seen["outer"] == (True, False)
     vmap(look)(torch.ones(3, 2))
     assert seen["outer"] == (True, False)
-    assert torch_internals.followed(torch.ones(2), 0) == (False, False)
-    assert torch_internals.followed(torch.ones(2, requires_grad=True), 0) == (True, False)
+    assert functorch.followed(torch.ones(2), 0) == (False, False)
+    assert functorch.followed(torch.ones(2, requires_grad=True), 0) == (True, False)
 
 
 def test_whether_anything_differentiates_is_seen() -> None:
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(torch_internals.differentiating())
+        seen.append(functorch.differentiating())
         return x.sum()
 
     vmap(look)(torch.ones(2, 2))
@@ -167,8 +167,8 @@ def test_a_zero_of_all_levels_is_mapped_and_pushed_forward_by_all() -> None:
     seen: list[Any] = []
 
     def look(x: Tensor) -> Tensor:
-        zero = torch_internals.zero_of_all_levels(torch.device("cpu"))
-        seen.append((torch_internals.mapped_levels(zero), torch_internals.differentiated(zero)))
+        zero = functorch.zero_of_all_levels(torch.device("cpu"))
+        seen.append((functorch.mapped_levels(zero), functorch.differentiated(zero)))
         assert zero.shape == ()
         return torch.where(zero == 0, 1.0, zero)
 
@@ -189,7 +189,7 @@ def test_what_is_differentiated_is_seen_at_any_level() -> None:
 
     def look(x: Tensor) -> Tensor:
         def inside(y: Tensor) -> Tensor:
-            seen.append(torch_internals.differentiated(x))
+            seen.append(functorch.differentiated(x))
             return y
 
         vmap(inside)(torch.ones(2))
@@ -200,7 +200,7 @@ def test_what_is_differentiated_is_seen_at_any_level() -> None:
         call(x)
     look(x.requires_grad_())
     assert seen == [False, False, True, True, True]
-    assert not torch_internals.differentiated(1.0)
+    assert not functorch.differentiated(1.0)
 
 
 def test_what_is_done_unnoticed_goes_by_no_mode() -> None:
@@ -216,6 +216,6 @@ def test_what_is_done_unnoticed_goes_by_no_mode() -> None:
     x = torch.ones(2)
     with Mode():
         x.add(1)
-        with torch_internals.unnoticed():
+        with modes.unnoticed():
             x.sub(1)
     assert seen == ["add"]

@@ -10,7 +10,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pureaccum._base import torch_internals
+from pureaccum._base.torch_internals import (
+    autograd,
+    compiler,
+    functorch,
+    kernels,
+    modes,
+    modules,
+    operations,
+)
 
 
 pytestmark = [pytest.mark.parity, pytest.mark.promise("private")]
@@ -20,7 +28,7 @@ def test_a_transform_is_seen_at_every_level() -> None:
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_internals.transform_active())
+        seen.append(modes.transform_active())
         return (x * x).sum()
 
     x = torch.ones(2)
@@ -44,7 +52,7 @@ def test_a_transform_is_seen_at_every_level() -> None:
 def test_compilation_is_seen() -> None:
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda x: x + 1 if torch_internals.transform_active() else x - 1,
+        lambda x: x + 1 if modes.transform_active() else x - 1,
         backend="eager",
         fullgraph=True,
     )
@@ -53,7 +61,7 @@ def test_compilation_is_seen() -> None:
 
 def test_foreach_add_adds_in_place_and_widens() -> None:
     sums = [torch.ones(2), torch.ones(3)]
-    torch_internals.foreach_add_(sums, [torch.ones(2).bfloat16(), torch.ones(3)], alpha=3.0)
+    kernels.foreach_add_(sums, [torch.ones(2).bfloat16(), torch.ones(3)], alpha=3.0)
     assert torch.equal(sums[0], torch.full((2,), 4.0))
     assert torch.equal(sums[1], torch.full((3,), 4.0))
 
@@ -62,7 +70,7 @@ def test_foreach_lerp_has_the_bits_of_lerp_and_leaves_its_arguments() -> None:
     x, y = torch.arange(9.0) / 7, torch.arange(9.0) ** 2 / 3
     for share in (1 - 0.999, 0.3, 1 - 0.3):
         versions = x._version, y._version
-        (mean,) = torch_internals.foreach_lerp([x], [y], share)
+        (mean,) = kernels.foreach_lerp([x], [y], share)
         assert (x._version, y._version) == versions
         assert torch.equal(mean, torch.lerp(x, y, share))
         assert torch.equal(mean, torch.lerp(x, y, torch.tensor(share, dtype=torch.float32)))
@@ -71,7 +79,7 @@ def test_foreach_lerp_has_the_bits_of_lerp_and_leaves_its_arguments() -> None:
 def test_foreach_add_takes_no_lists_that_are_empty() -> None:
     """Why ``add_gradients_`` asks first."""
     with pytest.raises(RuntimeError, match="at least one tensor"):
-        torch_internals.foreach_add_([], [])
+        kernels.foreach_add_([], [])
 
 
 def test_a_backward_pass_gives_gradients_or_adds_them_to_sums() -> None:
@@ -84,14 +92,14 @@ def test_a_backward_pass_gives_gradients_or_adds_them_to_sums() -> None:
 
     want = (4 * x.detach(), torch.full((3,), 6.0), None)
     for came in (
-        torch_internals.gradients(total(), [x, y, z], cotangent),
+        autograd.gradients(total(), [x, y, z], cotangent),
         torch.autograd.grad(total(), [x, y, z], cotangent, allow_unused=True),
     ):
         assert torch.equal(came[0], want[0])
         assert torch.equal(came[1], want[1])
         assert came[2] is None
     sums = {0: torch.ones(3), 2: torch.ones(3)}
-    came = torch_internals.gradients_into(sums, total(), [x, y, z], cotangent)
+    came = autograd.gradients_into(sums, total(), [x, y, z], cotangent)
     assert came[0] is None
     assert torch.equal(came[1], want[1])
     assert torch.equal(sums[0], 1 + want[0])
@@ -108,19 +116,19 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
         within = torch.func.grad(lambda x: (x**3).sum())(x)
         return [(within * x).sum() + y.sin().sum(), x * 2]
 
-    own, (total, _), (value, twice) = torch_internals.on_a_level(outs, [x, y])
+    own, (total, _), (value, twice) = functorch.on_a_level(outs, [x, y])
     assert torch._C._functorch.maybe_current_level() is None
-    assert not torch_internals.is_wrapped(value)
-    assert not torch_internals.is_wrapped(twice)
+    assert not functorch.is_wrapped(value)
+    assert not functorch.is_wrapped(twice)
     want, pull, _ = torch.func.vjp(lambda *xs: (outs([*xs])[0], xs[0]), x, y, has_aux=True)
     assert torch.equal(value, want)
     for came, wanted in zip(
-        torch_internals.gradients(total, own, torch.tensor(2.0)),
+        autograd.gradients(total, own, torch.tensor(2.0)),
         pull(torch.tensor(2.0)),
         strict=True,
     ):
         assert torch.equal(came, wanted)
-        assert not torch_internals.is_wrapped(came)
+        assert not functorch.is_wrapped(came)
 
     def fails(_: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.autograd.graph.save_on_cpu():
@@ -128,16 +136,16 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
 
     for _ in range(2):
         with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-            torch_internals.on_a_level(fails, [x])
+            functorch.on_a_level(fails, [x])
         assert torch._C._functorch.maybe_current_level() is None
-        assert torch_internals.saved_tensors_hooks_allowed()
+        assert autograd.saved_tensors_hooks_allowed()
         assert not torch._C._functorch.get_inplace_requires_grad_allowed()
     with (
         torch.autograd.graph.save_on_cpu(),
         pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"),
     ):
-        torch_internals.on_a_level(outs, [x, y])
-    assert torch_internals.saved_tensors_hooks_allowed()
+        functorch.on_a_level(outs, [x, y])
+    assert autograd.saved_tensors_hooks_allowed()
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -145,24 +153,24 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
 def test_one_kernel_tells_what_is_finite_and_changes_no_bit(dtype: Any, bad: float) -> None:
     tensors = [torch.randn(5, dtype=dtype), torch.tensor([-0.0, 5e-324, 1e38], dtype=dtype)]
     before = [x.clone() for x in tensors]
-    assert torch_internals.finite_by_one_kernel(tensors)
+    assert kernels.finite_by_one_kernel(tensors)
     for x, y in zip(tensors, before, strict=True):
         assert torch.equal(x, y)
         assert torch.equal(x.signbit(), y.signbit())
     tensors[1][1] = bad
-    assert not torch_internals.finite_by_one_kernel(tensors)
+    assert not kernels.finite_by_one_kernel(tensors)
 
 
 def test_whether_saved_tensor_hooks_are_allowed() -> None:
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        assert not torch_internals.saved_tensors_hooks_allowed()
-    assert torch_internals.saved_tensors_hooks_allowed()
+        assert not autograd.saved_tensors_hooks_allowed()
+    assert autograd.saved_tensors_hooks_allowed()
 
 
 def test_no_mode_sees_what_is_unseen() -> None:
     seen: list[Any] = []
-    with torch_internals.seeing(lambda _, out: seen.append(out)):
-        with torch_internals.unseen():
+    with modes.seeing(lambda _, out: seen.append(out)):
+        with modes.unseen():
             torch.ones(2) + 1
         assert not seen
         torch.ones(2) + 1
@@ -173,14 +181,14 @@ def test_foreach_add_takes_a_sparse_term() -> None:
     rows = torch.tensor([[1, 1]])
     term = torch.sparse_coo_tensor(rows, torch.ones(2, 3), (4, 3), check_invariants=True)
     total = torch.zeros(4, 3)
-    torch_internals.foreach_add_([total], [term], alpha=2.0)
+    kernels.foreach_add_([total], [term], alpha=2.0)
     assert torch.equal(total, 2 * term.to_dense())
 
 
 def test_modules_keep_their_tensors_where_we_look() -> None:
     norm = nn.BatchNorm1d(2)
     root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(norm, norm), nn.LSTM(2, 2), nn.ReLU())
-    places = {(module, name) for module, _, name in torch_internals.tensor_places(root)}
+    places = {(module, name) for module, _, name in modules.tensor_places(root)}
     linear, lstm = root[0], root[2]
     assert places == {
         (linear, "_parameters"),
@@ -188,7 +196,7 @@ def test_modules_keep_their_tensors_where_we_look() -> None:
         (norm, "_buffers"),
         (lstm, "_parameters"),
     }
-    for module, attributes, name in torch_internals.tensor_places(root):
+    for module, attributes, name in modules.tensor_places(root):
         assert attributes[name] is getattr(module, name)
     assert dict(linear._parameters) == {"weight": linear.weight, "bias": linear.bias}
     assert dict(norm._buffers) == dict(norm.named_buffers())
@@ -226,9 +234,9 @@ def test_versions_count_writes_but_not_those_in_inference_mode() -> None:
     with torch.inference_mode():
         unseen = torch.zeros(2)
     assert (
-        torch_internals.version(x),
-        torch_internals.version(x.add_(1)),
-        torch_internals.version(unseen),
+        autograd.version(x),
+        autograd.version(x.add_(1)),
+        autograd.version(unseen),
     ) == (0, 1, None)
 
 
@@ -237,29 +245,29 @@ def test_hooks_on_tensors_are_seen_of_both_kinds() -> None:
         pass
 
     x = torch.zeros(2, requires_grad=True)
-    assert torch_internals.tensor_hooks(x) == [[], []]
+    assert autograd.tensor_hooks(x) == [[], []]
     before, after = x.register_hook(hook), x.register_post_accumulate_grad_hook(hook)
-    assert torch_internals.tensor_hooks(x) == [[hook], [hook]]
+    assert autograd.tensor_hooks(x) == [[hook], [hook]]
     before.remove()
     after.remove()
-    assert torch_internals.tensor_hooks(x) == [[], []]
+    assert autograd.tensor_hooks(x) == [[], []]
 
 
 def test_hooks_of_all_modules_are_seen_of_every_kind() -> None:
     def hook(*_: object) -> None:
         pass
 
-    before = torch_internals.hooks_of_all_modules()
+    before = modules.hooks_of_all_modules()
     known = vars(nn.modules.module).items()
     registers = {name: f for name, f in known if name.startswith("register_module_")}
     del registers["register_module_backward_hook"]  # goes with no full one, and has its place
     assert len(registers) >= 7
     for register in registers.values():
         handle = register(hook)
-        seen = torch_internals.hooks_of_all_modules()
+        seen = modules.hooks_of_all_modules()
         assert [hook] in [hooks for name, hooks in seen.items() if hooks != before.get(name)]
         handle.remove()
-        assert torch_internals.hooks_of_all_modules() == before
+        assert modules.hooks_of_all_modules() == before
 
 
 def test_functional_call_leaves_no_more_behind_than_flat_weights() -> None:
@@ -267,27 +275,27 @@ def test_functional_call_leaves_no_more_behind_than_flat_weights() -> None:
     lstm = nn.LSTM(2, 2)
     other = {name: torch.ones_like(p) for name, p in lstm.named_parameters()}
     lstm(torch.zeros(1, 2))
-    whole, ours = dict(vars(lstm)), torch_internals.module_vars(lstm)
+    whole, ours = dict(vars(lstm)), modules.module_vars(lstm)
     torch.func.functional_call(lstm, other, (torch.zeros(1, 2),))
     assert all(vars(lstm)[name] is held for name, held in ours.items())
     assert {name for name in whole if name not in ours} >= {"_flat_weights", "_flat_weights_names"}
 
 
 def test_whether_saved_tensors_hooks_are_allowed_is_seen() -> None:
-    assert torch_internals.saved_tensors_hooks_allowed()
+    assert autograd.saved_tensors_hooks_allowed()
     with torch.autograd.graph.disable_saved_tensors_hooks("no"):
-        assert not torch_internals.saved_tensors_hooks_allowed()
-    assert torch_internals.saved_tensors_hooks_allowed()
+        assert not autograd.saved_tensors_hooks_allowed()
+    assert autograd.saved_tensors_hooks_allowed()
 
 
 def test_the_innermost_saved_tensors_hooks_are_seen() -> None:
     pairs = [(lambda x: x, lambda x: x) for _ in range(2)]
-    assert torch_internals.saved_tensors_hooks() is None
+    assert autograd.saved_tensors_hooks() is None
     with torch.autograd.graph.saved_tensors_hooks(*pairs[0]):
-        assert torch_internals.saved_tensors_hooks() == pairs[0]
+        assert autograd.saved_tensors_hooks() == pairs[0]
         with torch.autograd.graph.saved_tensors_hooks(*pairs[1]):
-            assert torch_internals.saved_tensors_hooks() == pairs[1]
-        assert torch_internals.saved_tensors_hooks() == pairs[0]
+            assert autograd.saved_tensors_hooks() == pairs[1]
+        assert autograd.saved_tensors_hooks() == pairs[0]
 
 
 # The compiler -----------------------------------------------------------------------------
@@ -302,7 +310,7 @@ def test_scan_is_a_loop_in_a_graph() -> None:
         return (total + grad, count + 1), [grad.sum()]
 
     def run(x: torch.Tensor) -> Any:
-        return torch_internals.scan(body, (torch.zeros(2), torch.zeros((), dtype=torch.int64)), [x])
+        return compiler.scan(body, (torch.zeros(2), torch.zeros((), dtype=torch.int64)), [x])
 
     x = torch.arange(6.0).reshape(3, 2)
     torch.compiler.reset()
@@ -327,18 +335,18 @@ def test_functions_of_one_def_have_limits_of_their_own() -> None:
     def add(number: float) -> Any:
         return lambda x: x + number
 
-    functions = [torch_internals.compile_anew(add(i), True, counting(graphs)) for i in range(10)]
+    functions = [compiler.compile_anew(add(i), True, counting(graphs)) for i in range(10)]
     assert [f(torch.zeros(1)).item() for f in functions] == list(range(10))
     assert len(graphs) == 10
 
 
 def test_one_graph_takes_any_number_of_rows_if_it_is_told_to() -> None:
     graphs: list[Any] = []
-    function = torch_internals.compile_anew(lambda x: x.sum(0), False, counting(graphs))
+    function = compiler.compile_anew(lambda x: x.sum(0), False, counting(graphs))
     for rows in (5, 3, 9):
-        assert function(torch_internals.let_vary(torch.ones(rows, 2))).tolist() == [rows, rows]
+        assert function(compiler.let_vary(torch.ones(rows, 2))).tolist() == [rows, rows]
     assert len(graphs) == 1
-    fixed = torch_internals.compile_anew(lambda x: x.sum(0), False, counting(graphs))
+    fixed = compiler.compile_anew(lambda x: x.sum(0), False, counting(graphs))
     for rows in (5, 3):
         fixed(torch.ones(rows, 2))
     assert len(graphs) == 3
@@ -363,27 +371,25 @@ def test_errors_of_the_compiler_are_told_from_others() -> None:
 
     x = torch.ones(2)
     with pytest.raises(Exception, match=r"[Dd]ata-dependent") as caught:
-        torch_internals.compile_anew(branches, False, {"backend": "eager"})(x)
-    assert torch_internals.is_compiler_error(caught.value)
-    last = torch_internals.compiler_stack(caught.value)[-1]
+        compiler.compile_anew(branches, False, {"backend": "eager"})(x)
+    assert compiler.is_compiler_error(caught.value)
+    last = compiler.compiler_stack(caught.value)[-1]
     assert (last.filename, last.line) == (__file__, "if x.sum() > 0:")
     with pytest.raises(Exception, match="while it is compiled") as caught:
-        torch_internals.compile_anew(lambda x: x + 1, False, {"backend": no_backend})(x)
-    assert torch_internals.is_compiler_error(caught.value)
+        compiler.compile_anew(lambda x: x + 1, False, {"backend": no_backend})(x)
+    assert compiler.is_compiler_error(caught.value)
     with pytest.raises(RuntimeError, match="while it runs") as caught:
-        torch_internals.compile_anew(lambda x: x + 2, False, {"backend": raising})(x)
-    assert not torch_internals.is_compiler_error(caught.value)
-    assert torch_internals.compiler_stack(caught.value) == []
-    function = torch_internals.compile_anew(
-        lambda x, y: x if y else -x, False, {"backend": "eager"}
-    )
+        compiler.compile_anew(lambda x: x + 2, False, {"backend": raising})(x)
+    assert not compiler.is_compiler_error(caught.value)
+    assert compiler.compiler_stack(caught.value) == []
+    function = compiler.compile_anew(lambda x, y: x if y else -x, False, {"backend": "eager"})
     function(x, True)
     with (
         torch._dynamo.config.patch(recompile_limit=1),
         pytest.raises(Exception, match="fullgraph=True") as caught,
     ):
         function(x, None)
-    assert torch_internals.is_compiler_error(caught.value)
+    assert compiler.is_compiler_error(caught.value)
     assert "recompile" in type(caught.value).__name__.lower()  # what explain.py looks for
 
 
@@ -401,7 +407,7 @@ def test_numbers_are_constants_of_a_graph(settings: Any) -> None:
     def function(x: torch.Tensor, t: Any) -> torch.Tensor:
         return x * (1 - t) * (1 - held["t"])
 
-    program = torch_internals.compile_anew(function, False, {"backend": backend} | settings)
+    program = compiler.compile_anew(function, False, {"backend": backend} | settings)
     numbers = [0.99999, 2, 3, 0.99998]
     for turn in range(2):
         for t in numbers:
@@ -418,20 +424,20 @@ def test_guards_are_left_out_by_names_that_torch_gives_them(
 ) -> None:
     """Some are left out, and none that is about what the user holds."""
     seen: list[tuple[str, bool]] = []
-    real = torch_internals._worth_guarding
+    real = compiler._worth_guarding
 
     def spying(guards: Any) -> list[bool]:
         worth = real(guards)
         seen.extend(zip([guard.name for guard in guards], worth, strict=True))
         return worth
 
-    monkeypatch.setattr(torch_internals, "_worth_guarding", spying)
+    monkeypatch.setattr(compiler, "_worth_guarding", spying)
     module, held = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), {"number": 2.0}
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.relu(module(x)) * held["number"]
 
-    torch_internals.compile_anew(function, False, {"backend": "eager"})(torch.ones(1, 2))
+    compiler.compile_anew(function, False, {"backend": "eager"})(torch.ones(1, 2))
     names = {kept: [name for name, worth in seen if worth is kept] for kept in (True, False)}
     assert any("__import_torch" in name for name in names[False])
     assert any("held" in name or "['number']" in name for name in names[True])
@@ -460,13 +466,13 @@ def test_every_operation_is_seen_below_transforms_and_in_backward_passes() -> No
 
     def see(arguments: tuple[Any, ...], out: Any) -> None:
         assert type(out) is torch.Tensor
-        seen.append((torch_internals.in_backward(), len(arguments)))
+        seen.append((autograd.in_backward(), len(arguments)))
 
     x = torch.ones(3)
-    with torch_internals.seeing(see):
+    with modes.seeing(see):
         torch.func.vmap(torch.func.grad(lambda x: x.sin()))(x)
     assert {backward for backward, _ in seen} == {False, True}
-    assert not torch_internals.in_backward()
+    assert not autograd.in_backward()
     count = len(seen)
     x.add(1)
     assert len(seen) == count
@@ -477,7 +483,7 @@ def test_what_is_imagined_holds_no_numbers() -> None:
     before = torch.get_rng_state()
     huge = torch.empty(2**30, 2**10, device="meta", dtype=torch.bool)
     captured = torch.ones(3)
-    with torch_internals.imagining() as (imagined, taken_for):
+    with modes.imagining() as (imagined, taken_for):
         x = imagined(torch.ones(3, 2).T)
         assert (x.shape, x.stride(), x.device.type) == ((2, 3), (1, 2), "cpu")
         assert imagined(huge).device.type == "cpu"
@@ -493,19 +499,19 @@ def test_what_is_imagined_holds_no_numbers() -> None:
 
 def test_who_sees_operations_is_seen() -> None:
     """Modes, tracers and tensors that hold no numbers, under transforms too; no function mode."""
-    assert not torch_internals.dispatched()
-    with torch_internals.seeing(), torch.device("cpu"):
-        assert torch_internals.dispatched()
-    with torch_internals.imagining():
-        assert torch_internals.dispatched()
+    assert not modes.dispatched()
+    with modes.seeing(), torch.device("cpu"):
+        assert modes.dispatched()
+    with modes.imagining():
+        assert modes.dispatched()
     seen: list[bool] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch_internals.dispatched())
+        seen.append(modes.dispatched())
         return x * 2
 
     make_fx(note)(torch.ones(2))
-    with torch.device("cpu"), torch_internals.Asking(lambda *_: None):
+    with torch.device("cpu"), modes.Asking(lambda *_: None):
         torch.func.vmap(torch.func.functionalize(note))(torch.ones(2))
     assert seen == [True, False]
 
@@ -517,20 +523,20 @@ def test_who_traces_is_told_from_us_and_from_who_chooses_a_device() -> None:
     class Operations(TorchDispatchMode):
         pass
 
-    assert not torch_internals.traced()
-    with torch.device("cpu"), torch_internals.Asking(lambda *_: None), torch_internals.seeing():
-        assert torch_internals.may_write()
-    with torch_internals.imagining():
-        assert torch_internals.may_write()
+    assert not modes.traced()
+    with torch.device("cpu"), modes.Asking(lambda *_: None), modes.seeing():
+        assert modes.may_write()
+    with modes.imagining():
+        assert modes.may_write()
     for mode in Functions, Operations, FakeTensorMode:
-        with mode(), torch_internals.Asking(lambda *_: None):
-            assert torch_internals.traced()
-            assert not torch_internals.may_write()
-            assert not torch_internals.transform_active()
+        with mode(), modes.Asking(lambda *_: None):
+            assert modes.traced()
+            assert not modes.may_write()
+            assert not modes.transform_active()
     seen: list[tuple[bool, bool, bool]] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
-        its = torch_internals
+        its = modes
         seen.append((its.may_write(), its.transform_active(), its.pre_dispatching()))
         return x * 2
 
@@ -549,42 +555,42 @@ def test_modes_that_were_on_once_are_put_on_again() -> None:
 
     function, operation, later = Functions(), Operations(), Operations()
     with torch.device("cpu"), function, operation:
-        then = torch_internals.modes_around()
+        then = modes.modes_around()
     assert then[0][1:] == [function]
     assert then[1:] == [[operation]]
-    assert torch_internals.modes_around() == [[], []]
-    with later, torch_internals.Asking(lambda *_: None), FakeTensorMode():
-        now = torch_internals.modes_around()
-        with torch_internals.within(then):
-            assert torch_internals.modes_around() == then
+    assert modes.modes_around() == [[], []]
+    with later, modes.Asking(lambda *_: None), FakeTensorMode():
+        now = modes.modes_around()
+        with modes.within(then):
+            assert modes.modes_around() == then
             assert torch.overrides._get_current_function_mode_stack()[1:] == then[0]
-            assert torch_internals.dispatched()
-        assert torch_internals.modes_around() == now == [[], [later]]
-    assert torch_internals.modes_around() == [[], []]
+            assert modes.dispatched()
+        assert modes.modes_around() == now == [[], [later]]
+    assert modes.modes_around() == [[], []]
 
 
 def test_a_tensor_that_is_noted_to_be_zero_is_seen() -> None:
     x = torch.ones(3, requires_grad=True)
     (zero,) = torch.autograd.grad(torch.sgn(x).sum(), x)
     assert zero._is_zerotensor()
-    assert not torch_internals.owns_its_memory(zero)
-    assert not torch_internals.materialised(zero).add_(1).sub_(1).any()
-    assert torch_internals.materialised(x) is x
+    assert not kernels.owns_its_memory(zero)
+    assert not kernels.materialised(zero).add_(1).sub_(1).any()
+    assert kernels.materialised(x) is x
 
 
 def test_collectives_are_known_by_their_names() -> None:
     for name in ("all_reduce", "all_gather_into_tensor", "wait_tensor"):
         operation = getattr(torch.ops._c10d_functional, name).default
-        assert operation.namespace in torch_internals.COLLECTIVES
-    assert torch.ops.c10d.allreduce_.default.namespace in torch_internals.COLLECTIVES
-    assert torch.ops.aten.add.Tensor.namespace not in torch_internals.COLLECTIVES
+        assert operation.namespace in operations.COLLECTIVES
+    assert torch.ops.c10d.allreduce_.default.namespace in operations.COLLECTIVES
+    assert torch.ops.aten.add.Tensor.namespace not in operations.COLLECTIVES
     drawing = torch.ops.aten.bernoulli.default, torch.ops.aten.native_dropout.default
     assert all(torch.Tag.nondeterministic_seeded in each.tags for each in drawing)
 
 
 def test_a_mode_is_asked_before_each_function() -> None:
     asked: list[Any] = []
-    with torch_internals.Asking(lambda func, args, kwargs: asked.append((func, len(args), kwargs))):
+    with modes.Asking(lambda func, args, kwargs: asked.append((func, len(args), kwargs))):
         torch.sum(torch.ones(2, 2), dim=0)
     assert (torch.sum, 1, {"dim": 0}) in asked
 
@@ -594,11 +600,11 @@ def test_what_an_operation_writes_to_is_known_before_it_runs() -> None:
     seen: dict[str, int] = {}
 
     def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        written = torch_internals.written_by(operation, args, kwargs)
+        written = operations.written_by(operation, args, kwargs)
         seen[str(operation)] = len(written)
 
     x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
-    with torch_internals.seeing(before=before):
+    with modes.seeing(before=before):
         x.add(1)
         x.add_(1)
         torch.add(x, 1, out=torch.empty(4, 3))
@@ -616,26 +622,24 @@ def test_what_an_operation_writes_to_is_known_before_it_runs() -> None:
 def test_views_have_one_memory_and_others_have_not() -> None:
     x = torch.ones(4, 3)
     views = (x[1:], x.T, x.detach(), x.data, x.view(-1), torch.nn.Parameter(x))
-    assert {torch_internals.memory_of(y) for y in views} == {torch_internals.memory_of(x)}
-    assert torch_internals.memory_of(x.clone()) != torch_internals.memory_of(x)
-    assert torch_internals.memory_of(x.to_sparse()) is None
-    inside = torch.func.vmap(
-        lambda y: y.sum() * (torch_internals.memory_of(y) == torch_internals.memory_of(x))
-    )(x)
+    assert {kernels.memory_of(y) for y in views} == {kernels.memory_of(x)}
+    assert kernels.memory_of(x.clone()) != kernels.memory_of(x)
+    assert kernels.memory_of(x.to_sparse()) is None
+    inside = torch.func.vmap(lambda y: y.sum() * (kernels.memory_of(y) == kernels.memory_of(x)))(x)
     assert inside.eq(3).all()
 
 
 def test_who_else_lies_in_the_memory_of_a_tensor_is_seen() -> None:
     x = torch.ones(4, 3)
-    assert torch_internals.owns_its_memory(x)
-    assert not torch_internals.owns_its_memory(x.to_sparse())
-    assert not torch_internals.owns_its_memory(torch.ones(3, dtype=torch.complex64).conj())
+    assert kernels.owns_its_memory(x)
+    assert not kernels.owns_its_memory(x.to_sparse())
+    assert not kernels.owns_its_memory(torch.ones(3, dtype=torch.complex64).conj())
     view = x[:2]
-    assert not torch_internals.owns_its_memory(x)
-    assert not torch_internals.owns_its_memory(view)
+    assert not kernels.owns_its_memory(x)
+    assert not kernels.owns_its_memory(view)
     alone = view.detach()
     del x, view
-    assert torch_internals.owns_its_memory(alone)
+    assert kernels.owns_its_memory(alone)
 
 
 def test_a_vmap_is_left_and_entered_by_hand() -> None:
@@ -644,17 +648,15 @@ def test_a_vmap_is_left_and_entered_by_hand() -> None:
     found: list[Any] = []
 
     def of(row: torch.Tensor, turned: torch.Tensor) -> list[torch.Tensor]:
-        level = torch_internals.transform_level() or 0
-        found.append([torch_internals.members_of(a, level) for a in (row, turned.T, w)])
-        torch.func.grad(lambda a: found.append(torch_internals.members_of(a, level)) or a.sum())(
-            row
-        )
-        below = torch_internals.below_vmap(torch.mul, x, w)
-        assert torch_internals.below_vmap(lambda: torch_internals.transform_level() is None)
-        return [torch_internals.as_members(below, level) + row, row.sum(), torch.ones(4)]
+        level = functorch.transform_level() or 0
+        found.append([functorch.members_of(a, level) for a in (row, turned.T, w)])
+        torch.func.grad(lambda a: found.append(functorch.members_of(a, level)) or a.sum())(row)
+        below = functorch.below_vmap(torch.mul, x, w)
+        assert functorch.below_vmap(lambda: functorch.transform_level() is None)
+        return [functorch.as_members(below, level) + row, row.sum(), torch.ones(4)]
 
     turned = torch.arange(12.0).reshape(3, 2, 2)
-    outs = torch_internals.over_rows(of, [x, turned], "error")
+    outs = functorch.over_rows(of, [x, turned], "error")
     (mapped, transposed, plain), nothing = found
     assert torch.equal(mapped[0], x)
     assert torch.equal(transposed[0], turned.mT)
@@ -663,10 +665,10 @@ def test_a_vmap_is_left_and_entered_by_hand() -> None:
     assert nothing is None
     want = torch.func.vmap(lambda row: (2 * row, row.sum(), torch.ones(4)))(x)
     assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
-    assert [*torch_internals.ends_of(outs[0].sum())] == [w]
+    assert [*autograd.ends_of(outs[0].sum())] == [w]
     with pytest.raises(RuntimeError, match="randomness"):
-        torch_internals.over_rows(lambda row: [torch.rand_like(row)], [x], "error")
-    assert torch_internals.transform_level() is None
+        functorch.over_rows(lambda row: [torch.rand_like(row)], [x], "error")
+    assert functorch.transform_level() is None
 
 
 @pytest.mark.parametrize("own", [None, 3, torch.ones(2)])
@@ -686,10 +688,10 @@ def test_what_a_function_itself_calls_variable_is_no_end_of_a_graph(own: Any) ->
 
     w = torch.ones(3, requires_grad=True)
     total = Scales.apply(w).sum()  # pyright: ignore
-    (end,) = torch_internals.ends_of(total)
+    (end,) = autograd.ends_of(total)
     assert end is w
-    assert torch_internals.ends_of(w) == [w]
-    assert torch_internals.ends_of(torch.ones(3)) == []
+    assert autograd.ends_of(w) == [w]
+    assert autograd.ends_of(torch.ones(3)) == []
 
 
 def test_forward_ad_asks_only_for_the_layout_of_a_tangent_that_is_not_used() -> None:
@@ -699,7 +701,7 @@ def test_forward_ad_asks_only_for_the_layout_of_a_tangent_that_is_not_used() -> 
         @classmethod
         def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), _kwargs: Any = None):
             asked.add(func)
-            assert torch_internals.compares_layouts(func)
+            assert operations.compares_layouts(func)
             return True
 
     class Constant(torch.autograd.Function):
@@ -721,12 +723,12 @@ def test_forward_ad_asks_only_for_the_layout_of_a_tangent_that_is_not_used() -> 
         out: Any = dual.sum() + Constant.apply(dual).detach().sum()  # type: ignore[union-attr]
         assert torch.autograd.forward_ad.unpack_dual(out).tangent == 2
     assert asked
-    assert not torch_internals.compares_layouts(torch.ops.aten.equal.default)
+    assert not operations.compares_layouts(torch.ops.aten.equal.default)
 
 
 def test_what_is_untraced_is_written_down_by_no_tracer() -> None:
     def func(x: torch.Tensor) -> torch.Tensor:
-        with torch_internals.untraced():
+        with modes.untraced():
             x.sin()
         return x.cos()
 
@@ -739,13 +741,13 @@ def test_the_first_member_of_a_tensor_that_is_mapped_is_found() -> None:
     found: list[torch.Tensor] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        found.append(torch_internals.one_member(x))
+        found.append(functorch.one_member(x))
         return x.sum()
 
     x = torch.arange(6.0).reshape(2, 3)
     torch.func.vmap(torch.func.grad(look), 1)(x)
     assert torch.equal(found[0], x[:, 0])
-    assert torch_internals.one_member(x) is x
+    assert functorch.one_member(x) is x
 
 
 def test_the_effects_of_operations_are_known() -> None:
@@ -758,4 +760,4 @@ def test_the_effects_of_operations_are_known() -> None:
         (aten.view.default, (False, False, False)),
         (aten.native_batch_norm.default, (False, True, True)),
     ):
-        assert torch_internals.effects_of(operation) == effects
+        assert operations.effects_of(operation) == effects

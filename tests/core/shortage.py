@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pureaccum._base.torch_internals import seeing
+from pureaccum._base.torch_internals.modes import seeing
 from pureaccum._core.auto_size import counting
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import dispatched
+from pureaccum._base.torch_internals.modes import dispatched
 from pureaccum._core.auto_size import by_memory, counting
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import VERSION
+from pureaccum._base.torch_internals.functorch import VERSION
 from tests.refusals import PARAMS, RECEIVERS, Loss, make_batch, receivers, refused, squares
 from tests.runs import RUNS
 from tests.tables import each_once

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import at_top_level
+from pureaccum._base.torch_internals.modes import at_top_level
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.core.models import MODELS, problem

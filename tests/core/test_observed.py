@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import dispatched
+from pureaccum._base.torch_internals.modes import dispatched
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.calls import BoomError

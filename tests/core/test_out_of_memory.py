@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import in_backward
+from pureaccum._base.torch_internals.autograd import in_backward
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.core.shortage import failing, few_to_collect, inside, shortage
 from tests.draws import examples, generator

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import VERSION
+from pureaccum._base.torch_internals.functorch import VERSION
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.core.models import MODELS, problem
 from tests.draws import generator

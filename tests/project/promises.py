@@ -88,7 +88,7 @@ pages
 mutants
     Tests can fail: each deliberate fault of a table makes a named test fail.
 private
-    Private names of torch are in one file, each with the versions it was checked in.
+    Private names of torch are in one folder, each with the versions it was checked in.
 """
 PROMISES = {
     name: " ".join(lines.split())

@@ -113,9 +113,10 @@ def test_a_file_is_one_idea():
         assert len(text.splitlines()) <= 400 or "one file, however long" in text[:400], name
 
 
-def test_private_names_of_torch_live_in_one_file():
+def test_private_names_of_torch_live_in_one_folder():
     found = {name: set(private(tree)) for name, tree in TREES.items()}
-    assert {name for name, names in found.items() if names} == {"_base.torch_internals"}, found
+    files = {name for name, names in found.items() if names}
+    assert {name.rpartition(".")[0] for name in files} == {"_base.torch_internals"}, files
 
 
 def test_every_test_file_lies_with_its_part_and_is_marked_by_its_kind():
@@ -130,7 +131,7 @@ def test_every_test_file_lies_with_its_part_and_is_marked_by_its_kind():
 
 def test_the_house_is_small():
     assert len([x for x in PACKAGE.iterdir() if x.name != "__pycache__"]) <= 14
-    assert len(TREES) <= 149
+    assert len(TREES) <= 156
 
 
 def test_the_parser_sees_what_it_looks_for():

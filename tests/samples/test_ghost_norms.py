@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import seeing
+from pureaccum._base.torch_internals.modes import seeing
 from pureaccum._core.auto_size import counting
 from pureaccum._core.writes import known_of
 from pureaccum.testing.strategies import pieces, seeds

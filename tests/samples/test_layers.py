@@ -14,7 +14,7 @@ from optree import tree_map
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import over_rows
+from pureaccum._base.torch_internals.functorch import over_rows
 from pureaccum._core.writes import known_of
 from pureaccum._samples.layers import Layers
 from pureaccum._samples.outer_products import (

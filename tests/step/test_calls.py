@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
-from pureaccum._base.torch_internals import VERSION
+from pureaccum._base.torch_internals.functorch import VERSION
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("launches")]

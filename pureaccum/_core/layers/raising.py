@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._base.torch_internals import transform_active
+from ..._base.torch_internals.modes import transform_active
 from ..._base.trees import finite, is_finite, numbers_in
 from ..seams import Seams, Window, handing_on, judged_below
 from ..weights import Microbatch, Weighing, finite_wholly

@@ -16,7 +16,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from ..._base.refusals import users_line
-from ..._base.torch_internals import is_cache, leads_to, transform_active
+from ..._base.torch_internals.autograd import leads_to
+from ..._base.torch_internals.modes import transform_active
+from ..._base.torch_internals.modules import is_cache
 from ..._base.trees import flatten, paths, tree_leaves
 from ..._core.ledger import AccumState
 from ..._core.loss import Weighted, is_pair
