@@ -111,16 +111,9 @@ def _sgd(
             f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "
             "a momentum above zero and no dampening."
         )
-    rule = _SGD(
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        fused=fused,
-    )
-    settings = rule._asdict()
-    del settings["fused"]
+    settings: Any = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    settings |= {"nesterov": nesterov, "maximize": maximize}
+    rule = _SGD(**settings, fused=fused)
     return Method(
         kernel=rule.kernel,
         runs=rule.runs,
@@ -301,17 +294,9 @@ def _adam(
         for i, beta in enumerate(betas)
     )
 
-    rule = _Adam(
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        fused=fused,
-        decoupled=decoupled,
-    )
-    settings = {"weight_decay": weight_decay, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
+    settings: Any = {"weight_decay": weight_decay, "eps": eps}
+    settings |= {"amsgrad": amsgrad, "maximize": maximize}
+    rule = _Adam(beta1=beta1, beta2=beta2, **settings, fused=fused, decoupled=decoupled)
     return Method(
         kernel=rule.kernel,
         formula=rule.formula,

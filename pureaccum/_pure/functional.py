@@ -88,8 +88,8 @@ def functional(
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
-        microbatch_size: Rows per microbatch, of which the last may have fewer, or a list of sizes.
-            None calls the module with the whole batch.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list of sizes. None
+            calls the module with the whole batch.
         keep: Where tensors stay between microbatches and for the backward pass: on the
             ``"device"``, or on the ``"host"``, as for ``microbatch``.
         group: The ranks that share each batch. Each rank gives its own rows, perhaps none, and

@@ -90,9 +90,9 @@ class _Plan:
         self.last = max([0, *self.level.values()])
         read_in |= dict.fromkeys(outputs, self.last)
         self.norms = [value for value, operation in made.items() if operation.is_norm()]
-        self.given = self._given(made, read_in, outputs)
+        self.given = self.given_by(made, read_in, outputs)
 
-    def _given(
+    def given_by(
         self,
         made: Mapping[Symbol, Operation],
         read_in: dict[Symbol, int],
@@ -111,7 +111,7 @@ class _Plan:
         pools = [v for v in self.norms if self.level[v] == here + 1]
         ends = {*gives, *(self.steps[v].args[0] for v in pools)}
         at_hand = {v for v in self.given if self.given[v] < here}
-        mine, takes, shared = self._needed(ends, at_hand)
+        mine, takes, shared = self.needed_by(ends, at_hand)
         return Level(
             steps=_forgetting([self.steps[v] for v in mine], ends),
             takes=takes or [Symbol("input", 0)],  # for how many rows there are
@@ -121,7 +121,7 @@ class _Plan:
             pools=pools,
         )
 
-    def _needed(self, ends: set[Symbol], at_hand: set[Symbol]) -> tuple[list[Symbol], ...]:
+    def needed_by(self, ends: set[Symbol], at_hand: set[Symbol]) -> tuple[list[Symbol], ...]:
         """The values that lead to some: those to compute, to take, and of the module."""
         mine, takes, shared, below = set[Symbol](), set[Symbol](), set[Symbol](), [*ends]
         while below:
