@@ -17,9 +17,9 @@ from pureaccum._core import coupling
 ROOT = 2.0**-26  # sqrt(u) of float64: half of its digits, for two graphs of one function
 
 
-def normal(*shape, seed=0):
+def normal(*shape, seed=0, dtype=torch.float64):
     random = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=random, dtype=torch.float64)
+    return torch.randn(*shape, generator=random, dtype=dtype)
 
 
 def fits(w, x):

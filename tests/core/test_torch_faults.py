@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, jvp
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
@@ -21,15 +20,11 @@ from pureaccum._base.torch_internals.functorch import VERSION
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.core.models import MODELS, problem
 from tests.draws import generator
-from tests.problems import Around
+from tests.problems import Around, Operations, normal
 
 
 pytestmark = [pytest.mark.parity]
 Function = Callable[[Tensor], Tensor]
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=generator(seed), dtype=dtype)
 
 
 def agree(got, want):
@@ -144,11 +139,6 @@ def test_a_loss_with_a_jvp_inside_has_the_right_gradient(name):
 # A mode that changes nothing: github.com/pytorch/pytorch/issues/198118 ---------------------------
 
 
-class Onlooker(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 # polar is there since torch 2.14, and right since 2.15; matrix_sqrth is there since 2.14
 UNDER_MODES = ["pinv", "matrix_sqrth", *["polar"] * (VERSION < (2, 15))]
 
@@ -172,7 +162,7 @@ def test_a_mode_that_looks_changes_no_number(name):
         return out if isinstance(out, Tensor) else out[0]
 
     want = call()
-    with Onlooker():
+    with Operations():
         assert agree(call(), want)
 
 
