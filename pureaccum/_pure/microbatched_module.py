@@ -206,12 +206,9 @@ def _arguments(leaves: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> Any
 
 
 class _Notes:
-    """What a call notes of its levels. No tuple: it is one argument, which is not copied.
+    """What a call notes of its levels; it holds no tensor, since each level's graph holds it."""
 
-    It holds no tensor, since the graph of a tensor that depends on a level holds it.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # no tuple, which would be copied as one argument is not
         # Of what is normalised: its shape, its dtype, and how many numbers a row has per channel.
         self.looks: dict[Symbol, tuple[torch.Size, torch.dtype, int]] = {}
         self.folded: set[Symbol] = set()  # what has several rows for each of the batch

@@ -87,7 +87,7 @@ class Contents(NamedTuple):
     part: Part | None  # which file it is, if the checkpoint is in several
     scalars: dict[str, Any]
     pieces: dict[str, Piece]  # in the order of the file
-    places: dict[str, tuple[int, int]]  # where the bytes of a piece begin, and its number
+    begin: int  # where the bytes of the first piece do
     checks: memoryview  # the checksums of all pieces, by their numbers, and that of the header
     others: list[str]  # some names of leaves that are not wanted
     count_of_others: int  # how many leaves are not wanted
@@ -256,9 +256,8 @@ def _contents(
     notes: dict[str, bytes] = {}
     scalars: dict[str, Any] = {}
     pieces: dict[str, Piece] = {}
-    places: dict[str, tuple[int, int]] = {}
     others: list[str] = []
-    count_of_others, end = 0, len(header)
+    count_of_others = 0
     for entry in _entries(header, at, until, most=2 * len(wanted) + MANY):
         (start, stop), kind = entry.span("path"), entry.lastgroup or ""
         path = names.get(entry["path"]) if stop - start <= longest else None
@@ -271,9 +270,7 @@ def _contents(
         elif kind == "note":
             notes[path] = entry[kind]
         elif kind == "tensor":
-            piece = _piece(entry[kind], notes.get(path, b'"{}"'))
-            pieces[path], places[path] = piece, (end, len(pieces))
-            end += piece.nbytes
+            pieces[path] = _piece(entry[kind], notes.get(path, b'"{}"'))
         elif kind == "string" and type(wanted[path]) is not str:
             scalars[path] = ""  # nobody reads it, whatever its length
         else:
@@ -282,7 +279,7 @@ def _contents(
         part=part,
         scalars=scalars,
         pieces=pieces,
-        places=places,
+        begin=len(header),
         checks=memoryview(bytearray(4 * len(pieces) + 4)).cast("I"),  # as this machine writes
         others=others,
         count_of_others=count_of_others,

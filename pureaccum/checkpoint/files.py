@@ -147,23 +147,15 @@ def whole_file(path: Path) -> Generator[BinaryIO]:
     """
     name = os.fsdecode(path)
     mode = _mode_of_file(name)
-    target = os.path.realpath(name)
-    folder = os.path.dirname(target)
-    _remove_leftovers(folder)
-    descriptor, temporary = _open_another(folder, _new_file)
-    try:
-        with open(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            if mode is not None:
-                os.chmod(temporary, mode)
-            os.fsync(descriptor)
-            os.replace(temporary, target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.remove(temporary)
-        raise
-    _sync_folder(folder)
+    with (
+        _beside(os.path.realpath(name), _new_file) as (descriptor, temporary),
+        open(descriptor, "wb", closefd=False) as file,
+    ):
+        yield file
+        file.flush()
+        if mode is not None:
+            os.chmod(temporary, mode)
+        os.fsync(descriptor)
 
 
 @contextmanager
@@ -179,16 +171,24 @@ def whole_folder(path: Path) -> Generator[str]:
             f"{target} exists, and a directory cannot be replaced in one move. Save under a new "
             "name, and remove the old one afterwards."
         )
-    folder = os.path.dirname(target)
-    os.makedirs(folder, exist_ok=True)
-    _remove_leftovers(folder)
-    descriptor, temporary = _open_another(folder, _new_folder)
-    try:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with _beside(target, _new_folder) as (_, temporary):
         yield temporary
         _sync_folder(temporary)
-        os.rename(temporary, target)
+
+
+@contextmanager
+def _beside(target: str, make: Callable[[str], int]) -> Generator[tuple[int, str]]:
+    """Something new, open and locked, that gets its name when the block ends without an error."""
+    folder = os.path.dirname(target)
+    _remove_leftovers(folder)
+    descriptor, temporary = _open_another(folder, make)
+    try:
+        yield descriptor, temporary
+        os.replace(temporary, target)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):
+            (shutil.rmtree if os.path.isdir(temporary) else os.remove)(temporary)
         raise
     finally:
         os.close(descriptor)

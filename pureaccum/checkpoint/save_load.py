@@ -259,16 +259,17 @@ def _loaded(files: Sequence[tuple[BufferedReader, Contents]], like: Mapping[str,
     spread = any_sharded(list(like.values()))
     for file, contents in files:
         found |= contents.scalars
-        for name, piece in contents.pieces.items():
+        begin = contents.begin
+        for (name, piece), wanted in zip(contents.pieces.items(), contents.checks, strict=False):
             if (x := found.get(name)) is None:
                 x = found[name] = _empty(like[name], piece, spread)
                 if spread:
                     blocks[name] = local(x), block_of(x)[0]
-            begin, number = contents.places[name]
             check = read_piece(file, begin, piece, *(blocks[name] if spread else (x, None)))
-            if check is not None and check != contents.checks[number]:
+            if check is not None and check != wanted:
                 why = f"the checksum of {name} is another. Damaged"
                 raise ValueError(not_whole(file.name, why))
+            begin += piece.nbytes
     return [_in_place_of(found[name], x) if spread else found[name] for name, x in like.items()]
 
 
