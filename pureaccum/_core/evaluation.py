@@ -140,8 +140,7 @@ def _over_batch(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
         one, parts = guarded(loss), cut.parts()
         outs = ((one(leaves, part, rows, ()), rows, counted) for part, rows, counted in parts)
         with cutting(len(cut.sizes), sized=cut.size is not None):
-            result, aux = evaluate(outs, rule, making.aux_reduction)
-    return (result, aux) if rule.has_aux else result
+            return evaluate(outs, rule, making.aux_reduction)
 
 
 def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
@@ -160,10 +159,9 @@ def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
             yield out, its.rows or 0, its.rows
 
     try:
-        result, aux = evaluate(outs(), rule, making.aux_reduction)
+        return evaluate(outs(), rule, making.aux_reduction)
     except NoRowsError as error:
         raise last[0].problem or error from None
-    return (result, aux) if rule.has_aux else result
 
 
 def _of_part(

@@ -48,9 +48,8 @@ class CutBatch(NamedTuple):
     def parts(self) -> Iterable[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
         batch, size, sizes, untouched, _ = self
-        if untouched and sizes and not any_sharded(batch.leaves):
-            return [(unflatten(batch.spec, batch.leaves), sizes[0], 1)]
-        if size is None or sizes == [0]:
+        alone = untouched and sizes and not any_sharded(batch.leaves)
+        if size is None or sizes == [0] or alone:
             parts = [unflatten(batch.spec, batch.leaves)]
         else:
             parts = cut_batch(batch, size)
@@ -191,10 +190,8 @@ def speculating(summed: Callable[[Rule], Accumulated], rule: Rule) -> Accumulate
     return summed(rule)
 
 
-def evaluate(
-    outs: Iterable[tuple[Any, int, int | None]], rule: Rule, aux_reduction: Tree
-) -> tuple[Tensor, Tree]:
-    """The value and the reduced aux over all microbatches, without gradients.
+def evaluate(outs: Iterable[tuple[Any, int, int | None]], rule: Rule, aux_reduction: Tree) -> Any:
+    """The value over all microbatches, and the reduced aux if there is any, without gradients.
 
     ``outs`` are what the loss returns for each, the rows it holds, and those its mean counts for.
     """
@@ -207,8 +204,9 @@ def evaluate(
         entry = enter(seen, shape, counts, rule.reduction)
         ledger.enter(entry._replace(aux=join_aux(seen.aux, shape)), rows)
     if not (entries := ledger.entries):
-        return torch.tensor(0.0 if rule.reduction == "sum" else torch.nan), None
+        value = torch.tensor(0.0 if rule.reduction == "sum" else torch.nan)
+        return (value, None) if rule.has_aux else value
     total, weight, _ = settle(entries, rule)
     by = divisor(weight, rule.reduction == "sum" and not entries[-1].weighted)
     value = scalar(mean_value(total, by), entries[-1].dtype, entries[-1].value.device)
-    return value, None if ledger.flow.aux is None else finish_aux(ledger.flow.aux)
+    return value if ledger.flow.aux is None else (value, finish_aux(ledger.flow.aux))

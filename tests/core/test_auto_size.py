@@ -260,9 +260,7 @@ def test_a_stream_takes_what_it_is_given():
 def test_a_stream_gives_aux_that_outlives_its_window(donate):
     """Each row's, and what is no row: a tensor of the state itself."""
 
-    def loss(w, x):
-        return (w * x).square().mean(), {"rows": x.sum(1), "before": w}
-
+    loss = lambda w, x: ((w * x).square().mean(), {"rows": x.sum(1), "before": w})  # noqa: E731
     knobs = {"has_aux": True, "aux_reduction": {"rows": "concat", "before": "last"}}
     params, parts = torch.ones(3), [torch.randn(n, 3) for n in (4, 2)]
 

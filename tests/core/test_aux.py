@@ -186,9 +186,7 @@ def test_a_masked_microbatch_has_no_say_in_a_mean(transform):
 def test_sums_of_narrow_dtypes_are_wide(dtype):
     """600 ones: more than bfloat16 or a bool counts, then rounded once to the leaf's dtype."""
 
-    def loss(w, x):
-        return (w * x).mean(), torch.ones((), dtype=dtype)
-
+    loss = lambda w, x: ((w * x).mean(), torch.ones((), dtype=dtype))  # noqa: E731
     aux = transformed("grad", loss, microbatch_size=1, aux_reduction="sum")
     result = aux(torch.tensor(1.0), torch.ones(600))
     assert result == 600
@@ -199,9 +197,8 @@ def test_sums_of_narrow_dtypes_are_wide(dtype):
 def test_update_hands_out_the_aux_of_its_microbatch(seed, rows):
     """As the loss returned it, whatever its leaves are."""
 
-    def loss(w, x):
-        return (x @ w).mean(), {"x": x, "word": "a", "none": None, "n": 1}
-
+    more = {"word": "a", "none": None, "n": 1}
+    loss = lambda w, x: ((x @ w).mean(), {"x": x, **more})  # noqa: E731
     acc = pa.accumulator(loss, has_aux=True)
     w, x = data(seed, rows)
     state, aux = acc.update(acc.init(w), w, x)

@@ -350,10 +350,7 @@ def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank, world):
     w = torch.tensor([1.0, -2.0], dtype=torch.float64)
     of_rank = whole_numbers(3, 2), whole_numbers(0, 2)
     for loss in (by_psum, by_gather, by_gradient, by_torch):
-
-        def flagged(w, b, loss=loss):
-            return pa.Weighted(loss(w, b["x"]), 1.0)
-
+        flagged = lambda w, b, loss=loss: pa.Weighted(loss(w, b["x"]), 1.0)  # noqa: E731
         step = pa.make_step(flagged, pa.sgd(0.5), group=dist.group.WORLD)
         calls = {
             "step": lambda b, step=step: step(step.init(w), b),

@@ -93,9 +93,7 @@ def test_a_weighted_mean_rounds_twice_more(dtype, data):
     )
     w = torch.zeros((), dtype=dtype)
 
-    def loss(w, batch):
-        return pa.Weighted(inner(w, batch["x"]), batch["weights"].sum())
-
+    loss = lambda w, batch: pa.Weighted(inner(w, batch["x"]), batch["weights"].sum())  # noqa: E731
     acc = pa.accumulator(loss)
     state = data.draw(histories(len(x))).run(acc, w, {"x": x, "weights": weights})
     grads, _ = acc.finalize(state)

@@ -70,8 +70,7 @@ def test_the_gradient_is_linear_in_the_loss(seed, rows, data):
     size = data.draw(st.integers(1, rows - 1))
     a, b = data.draw(st.integers(-3, 3)), data.draw(st.integers(-3, 3))
 
-    def f(p, part):
-        return row_losses(p, part).sum()
+    f = lambda p, part: row_losses(p, part).sum()  # noqa: E731
 
     def g(p, part):
         return (part["mask"] * (p["emb"][part["i"]].abs().sum(-1) + p["b"].max())).sum()

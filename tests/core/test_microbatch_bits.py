@@ -114,9 +114,7 @@ def ending(what, kind, p, x, *values):
 def data(seed, rows, high):
     g = generator(seed)
 
-    def some(*shape):
-        return integers(g, *shape, bound=high)
-
+    some = lambda *shape: integers(g, *shape, bound=high)  # noqa: E731
     params = {
         "w": (some(WIDTH, WIDTH), some(WIDTH, WIDTH)),
         "bias": some(WIDTH),
@@ -270,11 +268,8 @@ def test_a_microbatch_alone_is_another_function():
 def everything(kind, cut=whole):
     """Keys, buffers, weights and aux; numbers so small that bfloat16 has them."""
 
-    def encode(p, b, keys):
-        return pa.dropout(b["x"] @ p["w"], 0.5, keys)
-
-    def share(p, h):
-        return h.float().sum(0)
+    encode = lambda p, b, keys: pa.dropout(b["x"] @ p["w"], 0.5, keys)  # noqa: E731
+    share = lambda p, h: h.float().sum(0)  # noqa: E731
 
     def last(p, h, b, keys, s):
         h = pa.dropout(h + (p["gain"] * s).to(h), 0.5, pa.fold_in(keys, 1))
@@ -332,9 +327,7 @@ def test_a_step_that_is_not_finite_is_not_applied():
     params, x = torch.ones(2), torch.ones(6, 2)
     x[5, 0] = torch.nan
 
-    def loss(w, x):
-        return pieces(4)(lambda w, x: x * w)(w, x).sum(0).square().mean()
-
+    loss = lambda w, x: pieces(4)(lambda w, x: x * w)(w, x).sum(0).square().mean()  # noqa: E731
     step = pa.make_step(loss, pa.sgd(0.5), loss_scale=pa.dynamic_loss_scale(8.0))
     state = step.init(params)
     new, info = step(state, x)

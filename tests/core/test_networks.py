@@ -35,9 +35,7 @@ def one_graph(network, kind, params, batch):
         total = loss_of(network, "weighted")(params, of | {"weights": weigh(of)}).total
         return total / by
 
-    def grad_and_value(of):
-        return torch.func.grad_and_value(share)(params, of)
-
+    grad_and_value = lambda of: torch.func.grad_and_value(share)(params, of)  # noqa: E731
     return grad_and_value(batch), [grad_and_value(row) for row in pieces(batch, [1] * ROWS)]
 
 

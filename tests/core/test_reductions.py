@@ -151,9 +151,7 @@ def test_rows_may_lie_along_another_dim(dim, cut, seed):
     w, x = data(seed)
     batch = x.movedim(0, dim)
 
-    def func(w, x):
-        return rows(w, x.movedim(dim, 0)).movedim(0, dim)
-
+    func = lambda w, x: rows(w, x.movedim(dim, 0)).movedim(0, dim)  # noqa: E731
     micro = pa.microbatch(func, microbatch_size=cut, dim=dim)
     alike(lambda f: f(w, batch), micro, func)
     number = lambda f: lambda w, x: f(w, x).pow(2).sum()  # noqa: E731
@@ -165,9 +163,7 @@ def test_rows_may_lie_along_another_dim(dim, cut, seed):
 def test_batches_are_given_by_position_and_by_name(cut, seed):
     w, x = data(seed)
 
-    def func(x, w, scale, *, y, name=""):
-        return rows(w, x["x"]) * scale + y[:, :2]
-
+    func = lambda x, w, scale, *, y, name="": rows(w, x["x"]) * scale + y[:, :2]  # noqa: E731
     micro = pa.microbatch(func, microbatch_size=cut, batch_argnums=(0,), batch_argnames="y")
     args, named = ({"x": x}, w, 2.0), {"y": x, "name": "a"}
     number = lambda f: lambda *args, **named: square(f(*args, **named))  # noqa: E731

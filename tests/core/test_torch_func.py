@@ -91,9 +91,7 @@ def test_where_torch_has_another_formula_it_is_backward_bit_for_bit(op, engine, 
     """
     w, x = torch.randn(2, 8, 8, generator=generator(seed)).unbind()
 
-    def loss(w, x):
-        return (op(x @ w) ** 2).mean()
-
+    loss = lambda w, x: (op(x @ w) ** 2).mean()  # noqa: E731
     want = pulled(lambda w: loss(w, x), w)
     assert torch.equal(pa.grad(loss, microbatch_size=8, engine=engine)(w, x), want)
     assert torch.equal(pa.grad(loss)(w, x), want)
@@ -146,9 +144,7 @@ def test_batch_argnums_say_what_is_cut(batch_argnums, seed, size):
 def test_arguments_of_a_loss_may_have_any_name(size, name):
     """Those that functions of ours have, too."""
 
-    def loss(w, x, **named):
-        return (w * x * named[name]).sum()
-
+    loss = lambda w, x, **named: (w * x * named[name]).sum()  # noqa: E731
     x, named = torch.arange(4.0), {name: torch.tensor(3.0)}
     knobs = {"microbatch_size": size, "reduction": "sum"}
     for w in (torch.tensor(2.0), torch.tensor(2.0, requires_grad=True)):
@@ -180,18 +176,14 @@ def test_results_come_in_the_dtypes_of_params_and_loss(dtype, size):
     params = {"a": torch.ones(3, dtype=dtype), "b": torch.ones((), dtype=torch.float64)}
     x = torch.ones(8, 3, dtype=dtype)
 
-    def loss(p, x):
-        return ((x @ p["a"] * p["b"]) ** 2).mean()
-
+    loss = lambda p, x: ((x @ p["a"] * p["b"]) ** 2).mean()  # noqa: E731
     ours = pa.grad_and_value(loss, microbatch_size=size)(params, x)
     assert_trees_bitwise_equal(ours, torch.func.grad_and_value(loss)(params, x))
 
 
 @pytest.mark.parametrize("size", [None, 2, 3])
 def test_value_is_the_value_of_grad_and_value(size):
-    def loss(w, x):
-        return ((x @ w) ** 2).mean(), x
-
+    loss = lambda w, x: (((x @ w) ** 2).mean(), x)  # noqa: E731
     g = torch.Generator().manual_seed(0)
     w, x = torch.randn(3, generator=g), torch.randn(7, 3, generator=g)
     value = pa.value(loss, has_aux=True, microbatch_size=size)(w, x)

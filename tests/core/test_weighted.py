@@ -172,9 +172,7 @@ def test_complex_sums_are_divided_as_pairs(seed, size, dtype):
     x, y = torch.randint(-9, 10, (2, 7, 50), generator=random).to(dtype.to_real())
     batch = torch.complex(x, y)
 
-    def loss(w, x):
-        return pa.Weighted((w * x).real.sum(), 0.75 * len(x))
-
+    loss = lambda w, x: pa.Weighted((w * x).real.sum(), 0.75 * len(x))  # noqa: E731
     want = torch.stack([x.sum(0) / 5.25, -y.sum(0) / 5.25], -1)
     for form in FORMS:
         got = FORMS[form](loss, size, w, batch)[0]
