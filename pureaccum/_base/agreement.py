@@ -8,7 +8,7 @@ All ranks see the claims of all, and so they all take the same branch.
 """
 
 import ctypes
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, reduce
 from itertools import count
@@ -22,7 +22,7 @@ from torch import Tensor
 from .containers import open_tree
 from .dtensors import local
 from .torch_internals.functorch import followed, transform_level, zero_of_all_levels
-from .trees import Tree, flatten, paths, real_parts, tree_map
+from .trees import Flat, Tree, flatten, paths, real_parts, tree_map
 
 
 CLAIM_NUMBERS = 3  # in a claim
@@ -99,12 +99,8 @@ def claim(
             … too where nobody waits for that.
     """
     flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
-    looks = tuple(
-        (spec, *[(x.dtype, x.shape) if isinstance(x, Tensor) else type(x) for x in leaves])
-        for leaves, spec in flat.values()
-    )
+    looks = tuple((root, spec, *map(_look, leaves)) for root, (leaves, spec) in flat.items())
     flat = {root: flat[root] for root in values}  # what is summed is given up, and must be free
-    roots = [*values, *kinds]
     kind = agreed.kinds.get((call, looks))
     new, turn, here = kind is None, False, device.type == "cpu"
     if whole is None:
@@ -113,32 +109,44 @@ def claim(
         whole = new or (turn and here)
 
     def told() -> list[Table]:
-        alike = {
-            name: f"{look[0]} of shape {tuple(look[1])}" if isinstance(look, tuple) else str(look)
-            for root, (spec, *of_tree) in zip(roots, looks, strict=True)
-            for name, look in zip(paths(spec, root), of_tree, strict=True)
-        }
-        order = {"the order of the leaves": ", ".join(alike)}
-        return [{"the call": call, **agreed.settings}, {**alike, **order}]
-
-    def words() -> list[Table]:
-        named = [
-            (name, leaf)
-            for root in values
-            for name, leaf in zip(paths(flat[root][1], root), flat[root][0], strict=True)
-        ]
-        # counts, scales and rates first: they say more than checksums
-        named.sort(key=lambda it: it[1].numel() if isinstance(it[1], Tensor) else 0)
-        of_values = {name: value_in_words(leaf) for name, leaf in named}
-        return [*told(), of_values]
+        return [{"the call": call, **agreed.settings}, _kinds_in_words(looks)]
 
     if kind is None:
         kind = agreed.kinds[call, looks] = crc32(repr(told()).encode())
-    leaves = [x for root in values for x in flat[root][0] if isinstance(x, Tensor)]
-    few = _small([x for x in leaves if x.numel() <= FEW], device)
-    bits = reduce(lambda check, x: checksum(local(x), check), leaves, 0) if whole else NOT_READ
-    look = new or turn or here
-    return Claim(kind=kind, bits=bits, few=few, look=look, words=words, cause=cause)
+    leaves = [x for of_tree, _ in flat.values() for x in of_tree if isinstance(x, Tensor)]
+    return Claim(
+        kind=kind,
+        bits=reduce(lambda check, x: checksum(local(x), check), leaves, 0) if whole else NOT_READ,
+        few=_small([x for x in leaves if x.numel() <= FEW], device),
+        look=new or turn or here,
+        words=lambda: [*told(), _values_in_words(flat)],
+        cause=cause,
+    )
+
+
+def _look(leaf: Any) -> Any:
+    return (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
+
+
+def _kinds_in_words(looks: Iterable[tuple[Any, ...]]) -> Table:
+    """What each leaf is, and their order."""
+    alike = {
+        name: f"{look[0]} of shape {tuple(look[1])}" if isinstance(look, tuple) else str(look)
+        for root, spec, *of_tree in looks
+        for name, look in zip(paths(spec, root), of_tree, strict=True)
+    }
+    return {**alike, "the order of the leaves": ", ".join(alike)}
+
+
+def _values_in_words(flat: Mapping[str, Flat]) -> Table:
+    """Counts, scales and rates first: they say more than checksums."""
+    named = [
+        pair
+        for root, (leaves, spec) in flat.items()
+        for pair in zip(paths(spec, root), leaves, strict=True)
+    ]
+    named.sort(key=lambda it: it[1].numel() if isinstance(it[1], Tensor) else 0)
+    return {name: value_in_words(leaf) for name, leaf in named}
 
 
 def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:

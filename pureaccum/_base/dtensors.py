@@ -1,4 +1,4 @@
-"""What the package knows of DTensors, in one file, however long.
+"""What the package knows of DTensors; of batches whose rows lie on several ranks, sharded_rows.
 
 Every rank of a mesh holds its own part of such a tensor:
 
@@ -11,17 +11,12 @@ this rank's part, without communication wherever possible. All arithmetic is on 
 are plain tensors; ``opened`` and ``closed`` are the way there and back. Every rank runs the same
 program; what is decided (is it finite? is there any weight?) is decided by all of them together.
 
-A batch whose rows lie on several ranks is cut by each rank where it is: microbatch i is part i of
-every rank's rows. Nothing is communicated. Other rows come together than in a plain batch, which no
-sum over rows can tell.
-
 Anyone who has a DTensor has imported its module, so nothing is imported here.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -143,6 +138,11 @@ def _placed(x: Any, at: Layout | None) -> Tensor:
         return x.redistribute(at.mesh, at.placements)
 
 
+def whole(x: Any) -> Any:
+    """The full tensor of a DTensor; any other thing as it is."""
+    return x.full_tensor() if is_sharded(x) else x
+
+
 # Sums of gradients ---------------------------------------------------------------------------
 
 
@@ -223,7 +223,7 @@ def with_all_terms(scalars: list[Tensor]) -> list[Tensor]:
             groups.setdefault((x.device_mesh, tuple(x.placements)), []).append(i)
     for (mesh, placements), members in groups.items():
         parts = torch.stack([local(scalars[i]).double() for i in members])
-        for i, x in zip(members, _full(parts, mesh, placements).unbind(), strict=True):
+        for i, x in zip(members, full_of(parts, mesh, placements).unbind(), strict=True):
             found[i] = x.to(scalars[i].dtype)
     return found
 
@@ -237,7 +237,7 @@ def replicated(x: Tensor, like: Any) -> Tensor:
     return close(x, Layout(at.mesh, tuple(everywhere), x.shape, x.stride()))
 
 
-def _full(part: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+def full_of(part: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
     with torch.no_grad():
         return module().DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
 
@@ -253,7 +253,7 @@ def largest(number: Tensor, layouts: Layouts) -> Tensor:
     for mesh in dict.fromkeys(at.mesh for at in layouts if at is not None):
         if mesh.get_coordinate() is None:  # this rank is not in the mesh
             continue
-        number = _full(number.to(mesh.device_type), mesh, [most] * mesh.ndim)
+        number = full_of(number.to(mesh.device_type), mesh, [most] * mesh.ndim)
     return number
 
 
@@ -305,7 +305,7 @@ def _alike(layouts: Layouts) -> dict[Kind, list[int]]:
 
 def _summed(x: Tensor, kind: Kind) -> Tensor:
     tensor = module()
-    return _full(x, kind[0], [tensor.Partial() if yes else tensor.Replicate() for yes in kind[1]])
+    return full_of(x, kind[0], [tensor.Partial() if yes else tensor.Replicate() for yes in kind[1]])
 
 
 # Refusals --------------------------------------------------------------------------------------
@@ -332,141 +332,3 @@ def refuse_sharded(leaves: Sequence[Any], root: str, what: str) -> None:
             f"{root} holds DTensors (leaf {i}, of shape {tuple(at.shape)}, is "
             f"{', '.join(map(str, at.placements))}), and {what}"
         )
-
-
-# Batches whose rows lie on several ranks -----------------------------------------------------
-
-
-Over = tuple[Any, tuple[int, ...]]  # a mesh, and its dimensions over which rows are sharded
-NOWHERE: Over = (None, ())
-
-
-def rows_over(leaves: Sequence[Any], dim: int = 0) -> Over:
-    """Over which ranks the rows of a batch lie, along a dim; all its tensors have to agree."""
-    over = [_over(layout_of(x), dim % x.dim()) for x in leaves if isinstance(x, Tensor)]
-    if over and over.count(over[0]) < len(over):
-        raise ValueError(
-            "the rows of a batch that is cut lie on ranks in different ways: in one tensor they "
-            "are sharded over a mesh, in another they are not, or it is no DTensor. Each rank "
-            "cuts the rows that it has, so rows of the one would come together with other rows of "
-            f"the other. Give all tensors one placement along dim {dim} (distribute_tensor), or "
-            "take the batch whole."
-        )
-    return over[0] if over else NOWHERE
-
-
-def split_rows(x: Any, sizes: Sequence[int], over: Over, dim: int = 0) -> list[Tensor]:
-    """The pieces of a tensor, of which each rank cuts its own rows."""
-    ranks = prod(over[0].size(i) for i in over[1])
-    for what, count in (("the batch has", sum(sizes)), *(("a microbatch has", n) for n in sizes)):
-        if count % ranks:
-            raise ValueError(
-                f"{what} {count} rows, sharded over {ranks} ranks; expected a multiple of {ranks}, "
-                "since each microbatch takes the same share of the rows of every rank."
-            )
-    part, at = _on_its_ranks(x, over, dim)
-    parts = part.split([n // ranks for n in sizes], dim)
-    return [close(x, _of_rows(at, n, dim)) for x, n in zip(parts, sizes, strict=True)]
-
-
-def join_rows(parts: Sequence[Any], over: Over, dim: int = 0) -> Tensor:
-    """The tensor of which each rank has cut its own rows: they come to lie where they lay."""
-    own = [_on_its_ranks(x, over, dim) for x in parts]
-    rows = sum(x.shape[dim] for x in parts)
-    return close(torch.cat([x for x, _ in own], dim), _of_rows(own[0][1], rows, dim))
-
-
-def _on_its_ranks(x: Any, over: Over, dim: int) -> tuple[Tensor, Layout]:
-    """This rank's rows of a tensor, and its layout if they lie on those ranks."""
-    at, tensor = layout_of(x), module()
-    if at is None:
-        raise ValueError(
-            f"rows that lie on several ranks, as Shard({dim}), came out as a plain tensor; "
-            "expected a DTensor of as many rows."
-        )
-    rows, everywhere = tensor.Shard(dim), tensor.Replicate()
-    its = [
-        rows if i in over[1] else everywhere if p.is_partial() or p == rows else p
-        for i, p in enumerate(at.placements)
-    ]
-    if [*at.placements] != its:
-        x = x.redistribute(at.mesh, its)
-    return x.to_local(), at._replace(placements=tuple(its))
-
-
-def locally(func: Callable[[Tensor], Tensor], x: Any, last: int) -> Tensor:
-    """A function of the ``last`` dims of a tensor, of which each rank computes its own part."""
-    if (at := layout_of(x)) is None:
-        return func(x)
-    part = func(local(x))
-    lead = x.dim() - last
-    shape = torch.Size([*x.shape[:lead], *part.shape[lead:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return close(part, at._replace(shape=shape, stride=stride))
-
-
-def numbers_of_rows(x: Any, before: Any, total: int | None) -> Tensor:
-    """The numbers that this rank's rows of a microbatch have in the batch.
-
-    Args:
-        x: A tensor of the microbatch.
-        before: How many rows the microbatches before it have.
-        total: The rows of a batch of which each rank cuts its own; None for a microbatch of a
-            stream, whose rows follow those of the one before.
-    """
-    begin, rows = block_of(x)[0][0], local(x).shape[0]
-    index = torch.arange(rows, dtype=torch.int64, device=local(x).device)
-    if total is None or total == x.shape[0] or not rows:
-        return before + begin + index
-    ranks = x.shape[0] // rows
-    return (begin // rows) * (total // ranks) + before // ranks + index
-
-
-def rows_like(part: Tensor, x: Any) -> Tensor:
-    """A tensor of which these are this rank's rows, as those of another one lie."""
-    at = layout_of(x)
-    if at is None:
-        return part
-    shape = torch.Size([x.shape[0], *part.shape[1:]])
-    tensor = module()
-    dims = _over(at, 0)[1]
-    placements = [p if i in dims else tensor.Replicate() for i, p in enumerate(at.placements)]
-    return close(part, at._replace(placements=tuple(placements), shape=shape, stride=part.stride()))
-
-
-def whole(x: Any) -> Any:
-    """The full tensor of a DTensor; any other thing as it is."""
-    return x.full_tensor() if is_sharded(x) else x
-
-
-def sum_over(x: Any, over: Over) -> Any:
-    """The sum of plain tensors over the ranks over which rows lie."""
-    if over[0] is None or not isinstance(x, Tensor):
-        return x
-    tensor = module()
-    its = [tensor.Partial() if i in over[1] else tensor.Replicate() for i in range(over[0].ndim)]
-    return _full(x, over[0], its)
-
-
-def close_rows(x: Any, over: Over) -> Any:
-    """The tensor of which each of the ranks over which rows lie has its own rows."""
-    if over[0] is None or not isinstance(x, Tensor):
-        return x
-    tensor = module()
-    its = [tensor.Shard(0) if i in over[1] else tensor.Replicate() for i in range(over[0].ndim)]
-    rows = int(sum_over(torch.tensor(len(x), device=x.device), over))
-    shape = torch.Size([rows, *x.shape[1:]])
-    return close(x.contiguous(), Layout(over[0], tuple(its), shape, x.contiguous().stride()))
-
-
-def _of_rows(at: Layout, rows: int, dim: int) -> Layout:
-    whole = torch.Size([*at.shape[:dim], rows, *at.shape[dim + 1 :]])
-    stride = at.stride if dim == 0 else torch.empty(whole, device="meta").stride()
-    return at._replace(shape=whole, stride=stride)
-
-
-def _over(at: Layout | None, dim: int) -> Over:
-    if at is None:
-        return NOWHERE
-    dims = enumerate(getattr(p, "dim", None) for p in at.placements)
-    return at.mesh, tuple(i for i, its in dims if its == dim)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import rows_over
+from .._base.sharded_rows import rows_over
 from .._base.trees import flatten, unflatten
 from .gathered import Cut, Rows, to_host
 from .precision import original

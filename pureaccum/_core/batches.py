@@ -22,7 +22,8 @@ import torch
 
 from .._base.checks import LARGEST_INT, check_int
 from .._base.containers import open_tree
-from .._base.dtensors import NOWHERE, Over, any_sharded, rows_over, split_rows
+from .._base.dtensors import any_sharded
+from .._base.sharded_rows import NOWHERE, Over, rows_over, split_rows
 from .._base.trees import NAMESPACE, Flat, Tree, flatten, paths, tree_leaves, unflatten
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import NOWHERE, Over, join_rows
+from .._base.sharded_rows import NOWHERE, Over, join_rows
 from .._base.torch_internals.functorch import innermost, is_one_of_many, levels
 from .._base.torch_internals.kernels import materialised
 from .._base.torch_internals.modes import may_add_in_place

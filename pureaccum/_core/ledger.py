@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_fits, check_state
-from .._base.dtensors import NOWHERE, Over, any_sharded, with_all_terms
+from .._base.dtensors import any_sharded, with_all_terms
+from .._base.sharded_rows import NOWHERE, Over
 from .._base.states import loadable
 from .._base.torch_internals.modes import at_top_level
 from .._base.trees import Tree, add, flatten, scalar

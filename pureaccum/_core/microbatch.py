@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._base.checks import check_argnums, check_choice, here, positions
-from .._base.dtensors import NOWHERE
 from .._base.generators import generators, restore
+from .._base.sharded_rows import NOWHERE
 from .._base.torch_internals.autograd import in_backward, sequence_number
 from .._base.torch_internals.functorch import (
     differentiating,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base.dtensors import NOWHERE, Over
+from .._base.sharded_rows import NOWHERE, Over
 from .._base.torch_internals.functorch import (
     followed,
     forward_ad_active,

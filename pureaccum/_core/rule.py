@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from .._base.dtensors import NOWHERE, split_rows
+from .._base.sharded_rows import NOWHERE, split_rows
 from .._base.torch_internals.autograd import gradients_of, without_history
 from .._base.torch_internals.functorch import (
     forward_ad,

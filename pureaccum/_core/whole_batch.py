@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import any_sharded, closed, opened, resolved, rows_over
+from .._base.dtensors import any_sharded, closed, opened, resolved
+from .._base.sharded_rows import rows_over
 from .._base.torch_internals.modes import may_add_in_place, transform_active
 from .._base.trees import Tree, all_finite_of, is_finite, known, paths, scalar, unflatten
 from .batches import (

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_int, check_number, shown
-from .._base.dtensors import is_sharded, locally
+from .._base.dtensors import is_sharded
+from .._base.sharded_rows import locally
 from .._base.torch_internals.modes import may_write
 
 

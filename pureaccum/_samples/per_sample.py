@@ -24,19 +24,15 @@ from .._base.checks import (
     read_params,
 )
 from .._base.dtensors import (
-    NOWHERE,
-    Over,
     any_sharded,
-    close_rows,
     is_sharded,
     local,
     placed_like,
     refuse_sharded,
     replicated,
-    rows_over,
-    sum_over,
     whole,
 )
+from .._base.sharded_rows import NOWHERE, Over, close_rows, rows_over, sum_over
 from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals.modes import may_write, transform_active
 from .._base.trees import Tree, add, flatten, tree_leaves, tree_map, unflatten

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .._base.containers import open_tree
-from .._base.dtensors import any_sharded, is_sharded, numbers_of_rows, rows_like
+from .._base.dtensors import any_sharded, is_sharded
+from .._base.sharded_rows import numbers_of_rows, rows_like
 from .._base.trees import Tree, flatten, unflatten
 from .._core.batches import Batch, need_rows
 from .._core.coupling import LossOfPart

@@ -107,10 +107,9 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_a_file_is_one_idea():
-    """One that is longer than some 400 lines says why."""
     for name in TREES:
         text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
-        assert len(text.splitlines()) <= 400 or "one file, however long" in text[:400], name
+        assert len(text.splitlines()) <= 400, name
 
 
 def test_private_names_of_torch_live_in_one_folder():
@@ -131,7 +130,7 @@ def test_every_test_file_lies_with_its_part_and_is_marked_by_its_kind():
 
 def test_the_house_is_small():
     assert len([x for x in PACKAGE.iterdir() if x.name != "__pycache__"]) <= 14
-    assert len(TREES) <= 156
+    assert len(TREES) <= 157
 
 
 def test_the_parser_sees_what_it_looks_for():
