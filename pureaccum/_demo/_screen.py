@@ -85,14 +85,11 @@ def train_all(runs: dict[Run, Iterator[Progress]], steps: int) -> dict[Run, Prog
 def _line(progress: Progress) -> str:
     done = len(progress.losses)
     loss = f"{progress.losses[-1]:.4f}" if done else "-"
-    cells = (done, loss, _scale(progress), progress.attempts - done, f"{progress.rate:,.0f}")
+    scale = f"{progress.scale:,.0f}" if progress.scale != 1 else "-"
+    cells = (done, loss, scale, progress.attempts - done, f"{progress.rate:,.0f}")
     return " ".join(
         str(cell).rjust(width) for cell, width in zip(cells, WIDTHS.values(), strict=True)
     )
-
-
-def _scale(progress: Progress) -> str:
-    return f"{progress.scale:,.0f}" if progress.scale != 1 else "-"
 
 
 # The table -----------------------------------------------------------------------------------
@@ -136,7 +133,9 @@ COLUMNS: dict[str, Callable[[RunSummary], str]] = {
     "peak\nMB": lambda it: f"{it.at_last.peak / 1e6:.2f}",
     "time\ns": lambda it: f"{it.at_last.seconds:.1f}",
     "params\noff by": lambda it: f"{it.apart:.0e}" if it.distance else "-",
-    "gradient\nbits off": lambda it: _bits(it),
+    "gradient\nbits off": lambda it: (
+        f"{it.distance.bits} of {11 if it.run.half else 24}" if it.distance else "-"
+    ),
     "gradient\nerror / bound": lambda it: _bound(it),
 }
 
@@ -159,10 +158,6 @@ def conclude(found: Sequence[RunSummary], unequal: int) -> None:
         "half of the digits right. On whole numbers, where arithmetic is exact, the gradient of "
         f"ragged microbatches differs from the full batch's in {unequal} of 9,472 numbers."
     )
-
-
-def _bits(it: RunSummary) -> str:
-    return "-" if it.distance is None else f"{it.distance.bits} of {11 if it.run.half else 24}"
 
 
 def _bound(it: RunSummary) -> str:

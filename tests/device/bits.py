@@ -4,31 +4,28 @@ Also where gradients are added up by hooks, on autograd's device thread, which a
 """
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.device.world import Tensors, errors, exact, exact_pairs, moved, whole_numbers
+from tests.device.world import errors, exact, exact_pairs, moved, whole_numbers
 
 
 ENGINES = pytest.mark.parametrize("engine", ["func", "autograd"])
 SIZES = pytest.mark.parametrize("size", [1, 3, 11])
 
 
-def stepped(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+def stepped(params, batch, size, **knobs):
     knobs = {"microbatch_size": size, "loss_scale": pa.dynamic_loss_scale(8.0), **knobs}
     step = pa.make_step(exact, pa.sgd(2.0**-3, momentum=0.5), **knobs)
     state, info = step(step.init(params), batch)
     return state.params, state.opt_state, info.loss, info.grad_norm
 
 
-def streamed(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+def streamed(params, batch, size, **knobs):
     step = pa.make_step(exact, pa.sgd(2.0**-3), **knobs)
     state = step.init(params)
     window = step.begin(state)
@@ -37,7 +34,7 @@ def streamed(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
     return step.apply(state, window)[0].params
 
 
-def merged(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+def merged(params, batch, size, **knobs):
     acc = pa.accumulator(exact, **knobs)
     states = [acc.update(acc.init(params), params, p) for p in pa.microbatches(batch, size)]
     while len(states) > 1:
@@ -45,16 +42,16 @@ def merged(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
     return acc.finalize(states[0])
 
 
-def paired(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+def paired(params, batch, size, **knobs):
     return pa.grad_and_value(lambda p, b: exact_pairs(p, b, size), **knobs)(params, batch)
 
 
-def sampled(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+def sampled(params, batch, size, **knobs):
     engine = {"func": "vmap", "autograd": "autograd"}[knobs["engine"]]
     return pa.per_sample_grad(errors, chunk_size=size, reduce="sum", engine=engine)(params, batch)
 
 
-FORMS: dict[str, Callable[..., Any]] = {
+FORMS = {
     "grad": lambda p, b, size, **knobs: pa.grad_and_value(exact, microbatch_size=size, **knobs)(
         p, b
     ),
@@ -71,7 +68,7 @@ FORMS: dict[str, Callable[..., Any]] = {
 @SIZES
 @ENGINES
 @pytest.mark.parametrize("form", FORMS)
-def test_the_bits_of_the_cpu(form: str, engine: Any, size: int) -> None:
+def test_the_bits_of_the_cpu(form, engine, size):
     params, batch = whole_numbers()
     want = FORMS[form](params, batch, 11, engine=engine)
     got = FORMS[form](moved(params, "cuda"), moved(batch, "cuda"), size, engine=engine)
@@ -84,20 +81,20 @@ class Threads(torch.autograd.Function):
     seen: set[int] = set()  # noqa: RUF012
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         return x.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx, *grads):
         Threads.seen.add(threading.get_ident())
         return grads[0]
 
 
-def large(seed: int) -> tuple[Tensors, Tensor]:
+def large(seed):
     """A leaf of 1 MiB has a hook of its own, which adds its gradient to the sum."""
     random = torch.Generator().manual_seed(seed)
     w = torch.randint(-2, 3, (512, 512), generator=random).float()
@@ -105,13 +102,13 @@ def large(seed: int) -> tuple[Tensors, Tensor]:
     return {"w": w, "b": w[0].clone()}, x
 
 
-def of_large(params: Tensors, x: Tensor) -> Tensor:
+def of_large(params, x):
     return (Threads.apply(x @ params["w"]) + params["b"]).square().sum()  # pyright: ignore
 
 
 @ENGINES
-def test_hooks_of_large_leaves_run_on_the_thread_of_the_device(engine: Any) -> None:
-    def call(params: Any, x: Tensor, size: int) -> Any:
+def test_hooks_of_large_leaves_run_on_the_thread_of_the_device(engine):
+    def call(params, x, size):
         return pa.grad(of_large, microbatch_size=size, reduction="sum", engine=engine)(params, x)
 
     params, x = large(0)
@@ -124,8 +121,8 @@ def test_hooks_of_large_leaves_run_on_the_thread_of_the_device(engine: Any) -> N
 
 
 @ENGINES
-def test_threads_share_the_thread_of_the_device(engine: Any) -> None:
-    def call(seed: int, device: str) -> Any:
+def test_threads_share_the_thread_of_the_device(engine):
+    def call(seed, device):
         params, x = moved(large(seed), device)
         return pa.grad(of_large, microbatch_size=2, reduction="sum", engine=engine)(params, x)
 

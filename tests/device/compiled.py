@@ -1,14 +1,12 @@
 """A step that compiles itself, for a GPU: one graph a form, no wait, a known number of kernels."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
-from tests.device.inductor import Compiled, of_the_device
+from tests.device.inductor import of_the_device
 from tests.device.software import nothing_waits
 
 
@@ -44,23 +42,23 @@ FORMS = {
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Iterator[Compiled]:
+def compiled():
     with of_the_device() as seen:
         yield seen
 
 
-def loss(params: Any, batch: Any) -> pa.Weighted:
+def loss(params, batch):
     h = torch.relu(batch["x"] @ params["in"] + params["table"][batch["i"]])
     error = ((h @ params["out"] - batch["y"]) ** 2).sum(-1)
     return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
 
 
-def draw(*shape: int) -> Tensor:
+def draw(*shape):
     return torch.randn(shape, device="cuda")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_compiles_for_a_gpu(form: str, compiled: Compiled) -> None:
+def test_each_form_compiles_for_a_gpu(form, compiled):
     made = FORMS[form]
     params = {"in": draw(4, 8), "out": draw(8, 2), "table": draw(made.table, 8)}
     batch = {
@@ -92,6 +90,6 @@ def test_each_form_compiles_for_a_gpu(form: str, compiled: Compiled) -> None:
     assert len(seen.copies) <= 1  # the learning rate
 
 
-def test_numbers_drawn_by_keys_compile_for_a_gpu(compiled: Compiled) -> None:
+def test_numbers_drawn_by_keys_compile_for_a_gpu(compiled):
     draws = torch.compile(lambda key: pa.uniform(key, (8,)), fullgraph=True, dynamic=False)
     assert draws(pa.key(0, "cuda")).is_cuda

@@ -4,7 +4,7 @@ One table of cases. What is documented to wait is a table of its own, and does w
 """
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,15 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 from pureaccum.testing import unchanged
 from tests.device.software import nothing_waits
-from tests.device.world import (
-    Tensors,
-    call,
-    make_batch,
-    make_params,
-    mean,
-    normed,
-    weighted,
-)
+from tests.device.world import call, make_batch, make_params, mean, normed, weighted
 
 
 class Case(NamedTuple):
@@ -47,23 +39,23 @@ class Case(NamedTuple):
 
 ENGINES, DONATE, SIZE = ("func", "autograd"), (False, True), 5
 HALF = {"policy": pa.Policy(compute=torch.float16), "loss_scale": pa.dynamic_loss_scale(8.0)}
-CASES: dict[str, Callable[[], Case]] = {}
-WAITS: dict[str, Callable[[], Case]] = {}
+CASES = {}
+WAITS = {}
 
 
 # Steps ------------------------------------------------------------------------------------------
 
 
-def of_step(loss: Callable[..., Any], optimizer: Callable[[], Any], **knobs: Any) -> Case:
+def of_step(loss, optimizer, **knobs):
     step = pa.make_step(loss, optimizer(), **{"microbatch_size": SIZE, **knobs})
     given_up = int(knobs.get("donate", False))
     return Case(step, lambda: (step.init(make_params()), make_batch()), given_up)
 
 
-def of_stream(donate: bool, **knobs: Any) -> Case:
+def of_stream(donate, **knobs):
     step = pa.make_step(mean, pa.adamw(1e-3), donate=donate, **knobs)
 
-    def stream(state: Any, batch: Any) -> Any:
+    def stream(state, batch):
         window = step.begin(state)
         for part in pa.microbatches(batch, SIZE):
             window = step.update(state, window, part)
@@ -72,13 +64,13 @@ def of_stream(donate: bool, **knobs: Any) -> Case:
     return Case(stream, lambda: (step.init(make_params()), make_batch()), given_up=int(donate))
 
 
-def of_rate(rate: Callable[[], Any]) -> Callable[[], Any]:
+def of_rate(rate):
     """An optimizer with a learning rate that is made when it is asked for."""
     return lambda: pa.adamw(rate())
 
 
 WARM = pa.join_schedules([pa.linear_warmup(1e-2, 2), pa.cosine_decay(1e-2, 9)], [2])
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
+OPTIMIZERS = {
     "sgd": lambda: pa.sgd(0.1),
     "momentum": lambda: pa.sgd(0.1, 0.9),
     "nesterov": lambda: pa.sgd(0.1, 0.9, nesterov=True),
@@ -107,14 +99,14 @@ for name, donate in product(("adamw", "clipped"), DONATE):
         of_step, weighted, OPTIMIZERS[name], donate=donate, engine="autograd", **HALF
     )
 for nonfinite, engine, donate in product(("propagate", "skip"), ENGINES, DONATE):
-    knobs: Any = {"nonfinite": nonfinite, "engine": engine, "donate": donate}
+    knobs = {"nonfinite": nonfinite, "engine": engine, "donate": donate}
     CASES[f"step, {nonfinite}, {engine}, {donate=}"] = partial(
         of_step, mean, OPTIMIZERS["adamw"], **knobs
     )
     CASES[f"stream, {nonfinite}, {engine}, {donate=}"] = partial(of_stream, **knobs)
 
 
-def of_apply(optimizer: Callable[[], Any]) -> Case:
+def of_apply(optimizer):
     """An optimizer by itself, whose gradients are not its own."""
     made, params = optimizer(), make_params()
     grads = optree.tree_map(torch.ones_like, params)
@@ -125,20 +117,20 @@ for name, optimizer in OPTIMIZERS.items():
     CASES[f"{name}, apply"] = partial(of_apply, optimizer)
 
 
-def keyed(params: Tensors, batch: Tensors, keys: Tensor) -> Tensor:
+def keyed(params, batch, keys):
     return mean(params, {**batch, "x": pa.dropout(batch["x"], 0.3, keys)})
 
 
-def counted(params: Tensors, batch: Tensors) -> pa.Weighted:
+def counted(params, batch):
     """Its weight is a number of the host."""
     return pa.Weighted(mean(params, batch) * len(batch["x"]), len(batch["x"]))
 
 
-def total(params: Tensors, batch: Tensors) -> Tensor:
+def total(params, batch):
     return call(params, batch["x"]).square().sum()
 
 
-FORMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+FORMS = {
     "weight on the host": (counted, {}),
     "sum": (total, {"reduction": "sum"}),
     "noise": (mean, {"noise": True}),
@@ -155,7 +147,7 @@ for name, engine in product(FORMS, ENGINES):
     loss, knobs = FORMS[name]
     CASES[f"{name}, {engine}"] = partial(of_step, loss, OPTIMIZERS["adamw"], engine=engine, **knobs)
 
-AUX: dict[str, Callable[[Tensors], Any]] = {
+AUX = {
     "concat": lambda batch: batch["x"],
     "mean": lambda batch: batch["x"].mean(0),
     "sum": lambda batch: batch["x"].sum(0),
@@ -172,17 +164,17 @@ for reduction, aux in AUX.items():
     )
 
 
-def of_buffers(how: Any, engine: Any) -> Case:
+def of_buffers(how, engine):
     fn = normed()
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         out, new = fn.apply(params, buffers, batch["x"])
         return (out - batch["y"]).square().mean(), new
 
-    knobs: Any = {"buffers": how, "microbatch_size": 6, "engine": engine, "check": False}
+    knobs = {"buffers": how, "microbatch_size": 6, "engine": engine, "check": False}
     step = pa.make_step(loss, pa.sgd(0.1), **knobs)
 
-    def given() -> Any:
+    def given():
         batch = make_batch()
         del batch["mask"]
         return step.init(fn.params, buffers=fn.buffers), batch
@@ -197,15 +189,15 @@ for how, engine in product(("freeze", "sequential", "pooled"), ENGINES):
 # Transforms, and what is done with the sums -------------------------------------------------------
 
 
-def given() -> tuple[Tensors, Tensors]:
+def given():
     return make_params(), make_batch()
 
 
-def one(params: Tensors, row: Tensors) -> Tensor:
+def one(params, row):
     return (call(params, row["x"]) - row["y"]).square().mean()
 
 
-def accumulated(params: Tensors, batch: Tensors) -> Any:
+def accumulated(params, batch):
     acc = pa.accumulator(weighted, nonfinite="skip", squares=True)
     state = acc.init(params)
     for part in pa.microbatches(batch, SIZE):
@@ -214,25 +206,25 @@ def accumulated(params: Tensors, batch: Tensors) -> Any:
     return acc.finalize(both), pa.noise_scale(state), pa.unstack(pa.stack([state, state]))
 
 
-def of_samples(params: Tensors, batch: Tensors) -> Any:
+def of_samples(params, batch):
     acc = pa.per_sample_accumulator(one, chunk_size=SIZE, transform="normalize", squares=True)
     sums = acc.update(acc.init(params), params, batch)
     return acc.finalize(sums), pa.noise_scale(sums, like=params)
 
 
-def private(params: Tensors, batch: Tensors) -> Any:
+def private(params, batch):
     clipped, aside = pa.clipped_sum(one, 1.0, chunk_size=SIZE)(params, batch)
     return pa.add_noise(clipped, 1.0, pa.key(0, "cuda")), aside
 
 
-def averaged(params: Tensors, batch: Tensors) -> Any:
+def averaged(params, batch):
     step = pa.make_step(mean, pa.sgd(0.1), microbatch_size=SIZE, noise=True)
     _, info = step(step.init(params), batch)
     running = pa.running_noise_scale()
     return running.read(running.update(running.init(params), info.noise))
 
 
-def scheduled(params: Tensors, batch: Tensors) -> Any:
+def scheduled(params, batch):
     count = torch.ones((), dtype=torch.int64, device="cuda")
     rates = (
         pa.step_decay(0.1, 3),
@@ -243,14 +235,14 @@ def scheduled(params: Tensors, batch: Tensors) -> Any:
     return [rate(count) for rate in rates]
 
 
-def falling(params: Tensors, batch: Tensors) -> Any:
+def falling(params, batch):
     metric = batch["x"].mean()
     falling = pa.plateau(metric.abs(), patience=0)
     states = [falling.update(falling.init(), metric)]
     return [*states, falling.update(states[-1], metric), falling.update(states[-1], 2.0)]
 
 
-def smoothed(params: Tensors, batch: Tensors) -> Any:
+def smoothed(params, batch):
     averages = []
     for decay in (0.9, lambda n: (1 + n) / (10 + n)):
         average, tree = pa.ema(decay), {**params, "half": batch["x"].half(), "n": batch["x"].long()}
@@ -259,14 +251,14 @@ def smoothed(params: Tensors, batch: Tensors) -> Any:
     return averages
 
 
-def mapped(params: Tensors, batch: Tensors) -> Any:
+def mapped(params, batch):
     step = pa.make_step(mean, pa.adamw(1e-3), microbatch_size=SIZE)
     states = pa.stack([step.init(params), step.init(params)])
     return torch.func.vmap(lambda state: step(state, batch))(states)
 
 
-def learned_rate(params: Tensors, batch: Tensors) -> Any:
-    def after(rate: Tensor) -> Tensor:
+def learned_rate(params, batch):
+    def after(rate):
         step = pa.make_step(mean, pa.adamw(rate), microbatch_size=11)
         state, _ = step(step.init(params), batch)
         return mean(state.params, batch)
@@ -274,12 +266,12 @@ def learned_rate(params: Tensors, batch: Tensors) -> Any:
     return torch.func.grad(after)(torch.full((), 1e-3, device="cuda"))
 
 
-def hessian_product(params: Tensors, batch: Tensors) -> Any:
+def hessian_product(params, batch):
     gradient = pa.grad(mean, microbatch_size=SIZE)
     return torch.func.jvp(lambda p: gradient(p, batch), (params,), (make_params(),))[1]
 
 
-def coupled(params: Tensors, batch: Tensors, **knobs: Any) -> Tensor:
+def coupled(params, batch, **knobs):
     """All pairs of rows, plain code over microbatches."""
     z = pa.microbatch(call, microbatch_size=SIZE, **knobs)(params, batch["x"])
     centre = pa.microbatch(
@@ -288,12 +280,12 @@ def coupled(params: Tensors, batch: Tensors, **knobs: Any) -> Tensor:
     return (z[:, None] - z - centre).square().mean()
 
 
-def reduced(params: Tensors, batch: Tensors, word: str) -> Tensor:
-    knobs: Any = {"microbatch_size": SIZE, "reduce": word}
+def reduced(params, batch, word):
+    knobs = {"microbatch_size": SIZE, "reduce": word}
     return pa.microbatch(lambda p, b: call(p, b["x"]).mean(0), **knobs)(params, batch).sum()
 
 
-def joined(params: Tensors, batch: Tensors) -> Any:
+def joined(params, batch):
     step = pa.make_step(weighted, pa.sgd(0.1))
     state = step.init(params)
     first, second = (
@@ -302,52 +294,52 @@ def joined(params: Tensors, batch: Tensors) -> Any:
     return step.apply(state, step.merge(first, second))
 
 
-def backward(params: Tensors, batch: Tensors) -> Any:
+def backward(params, batch):
     own = {name: x.clone().requires_grad_() for name, x in params.items()}
     coupled(own, batch).backward()
     return [x.grad for x in own.values()]
 
 
 @cache
-def loss_of_normed() -> Any:
+def loss_of_normed():
     """Made once: a loss is observed when it is new."""
     fn = normed(microbatch_size=SIZE)
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         out, new = fn.apply(params, fn.buffers, batch["x"])
         return (out - batch["y"]).square().mean(), new
 
     return fn, loss
 
 
-def normed_whole(params: Tensors, batch: Tensors) -> Any:
+def normed_whole(params, batch):
     fn, loss = loss_of_normed()
     return pa.grad(loss, has_aux=True)(fn.params, batch)
 
 
-def dropped(params: Tensors, x: Tensor) -> Tensor:
+def dropped(params, x):
     return nn.functional.dropout(call(params, x), 0.3)
 
 
-def rematerialised(params: Tensors, batch: Tensors) -> Tensor:
+def rematerialised(params, batch):
     return pa.remat(dropped)(params, batch["x"]).square().mean()
 
 
-def checkpointed(params: Tensors, batch: Tensors) -> Tensor:
+def checkpointed(params, batch):
     return checkpoint(dropped, params, batch["x"], use_reentrant=False).square().mean()
 
 
-def chained(params: Tensors, batch: Tensors) -> Tensor:
+def chained(params, batch):
     layers = [lambda p, x: torch.tanh(x * p["0.bias"][:8])] * 4
     return pa.remat_sequential(layers)([params] * 4, batch["x"]).square().mean()
 
 
-def reported(params: Tensors, batch: Tensors) -> Any:
+def reported(params, batch):
     step = pa.make_step(mean, pa.adamw(1e-3), microbatch_size=SIZE)
     return pa.memory_report(step, step.init(params), batch) and ()
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS = {
     "grad and value": pa.grad_and_value(mean, microbatch_size=SIZE),
     "sizes": pa.grad(weighted, microbatch_size=[5, 17]),
     "value": pa.value(weighted, microbatch_size=SIZE),
@@ -376,7 +368,7 @@ for word in ("stack", "mean", "sum", "max", "min", "last"):
     CASES[f"microbatch, {word}"] = partial(
         Case, torch.func.grad(partial(reduced, word=word)), given
     )
-SAMPLES: Iterable[dict[str, Any]] = (
+SAMPLES = (
     {"reduce": "concat"},
     {"reduce": "sum"},
     {"reduce": "moments"},
@@ -400,13 +392,13 @@ CASES["checkpoint of torch, autograd"] = partial(
 # What is documented to wait -----------------------------------------------------------------------
 
 
-def saved(params: Tensors, batch: Tensors) -> Any:
+def saved(params, batch):
     with tempfile.TemporaryDirectory() as folder:
         pa.save(f"{folder}/params", params)
         return pa.load(f"{folder}/params", like=params)
 
 
-def compared(params: Tensors, batch: Tensors) -> Any:
+def compared(params, batch):
     assert pa.testing.check_accumulation(weighted, params, batch)
 
 
@@ -424,7 +416,7 @@ WAITS["rows kept on the host"] = partial(Case, pa.grad(partial(coupled, keep="ho
 # The tests ----------------------------------------------------------------------------------------
 
 
-def away(tree: Any) -> list[str]:
+def away(tree):
     """What lies on the host, but for learning rates, which kernels take from there."""
     accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace="pureaccum")
     return [
@@ -434,7 +426,7 @@ def away(tree: Any) -> list[str]:
     ]
 
 
-def checked(case: Case) -> tuple[Any, Any]:
+def checked(case):
     """What a call gives, and what it did on the device, once nothing is looked at anew."""
     case.call(*case.args())
     args = case.args()
@@ -444,7 +436,7 @@ def checked(case: Case) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_waits_and_nothing_leaves_the_device(name: str) -> None:
+def test_nothing_waits_and_nothing_leaves_the_device(name):
     case = CASES[name]()
     out, seen = checked(case)
     assert not away(out)
@@ -452,7 +444,7 @@ def test_nothing_waits_and_nothing_leaves_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_is_documented_to_wait_does(name: str) -> None:
+def test_what_is_documented_to_wait_does(name):
     case = WAITS[name]()
     out = case.call(*case.args())
     assert name.startswith("from_torch") or not away(out)  # from_torch keeps torch's own counts

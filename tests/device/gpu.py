@@ -15,10 +15,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tests.device import software
 
@@ -29,13 +27,13 @@ FORMS = ("by hand, fused", "fused", "fused, donated", "autograd, fused, donated"
 MOST = 240  # seconds for the tests
 
 
-def there_is_a_gpu() -> bool:
+def there_is_a_gpu():
     """Asked of another process: torch asks but once, and the software has to come before."""
     asks = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", asks]).returncode == 0
 
 
-def versions(real: bool) -> dict[str, Any]:
+def versions(real):
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
@@ -44,10 +42,10 @@ def versions(real: bool) -> dict[str, Any]:
     return {**found, "cuda": torch.version.cuda, "device": torch.cuda.get_device_name()}
 
 
-def tests(real: bool) -> dict[str, str]:
+def tests(real):
     """The last line of pytest for each file."""
     plugin = () if real else ("-p", "tests.device.software")
-    found: dict[str, str] = {}
+    found = {}
     end = time.monotonic() + MOST
     for name in TESTS:
         file = f"tests/device/{name}.py"
@@ -63,11 +61,11 @@ def tests(real: bool) -> dict[str, str]:
     return found
 
 
-def launches(real: bool) -> dict[str, dict[str, Any]]:
+def launches(real):
     """For each microbatch and beside them, as it is here and as it is in software."""
     from tests.device import launches as counted
 
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for i, (network, precision) in enumerate(counted.COLUMNS):
         for form in FORMS:
             if real:
@@ -86,7 +84,7 @@ def launches(real: bool) -> dict[str, dict[str, Any]]:
     return found
 
 
-def profiled(run: Callable[[], object]) -> int:
+def profiled(run):
     """How many kernels a run launches."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -100,7 +98,7 @@ def profiled(run: Callable[[], object]) -> int:
     return sum(event.count for event in seen.key_averages() if event.key in names)
 
 
-def steps(real: bool, compiled: bool = False) -> dict[str, dict[str, Any]]:
+def steps(real, compiled=False):
     """The ratio of times within a round, and bytes, of each contender for each precision."""
     import torch
 
@@ -111,13 +109,13 @@ def steps(real: bool, compiled: bool = False) -> dict[str, dict[str, Any]]:
     names = ("hand step", "compiled step" if compiled else "default step")
     if real and not compiled:  # by torch.func it needs the attention kernel of a GPU
         names = (*names, "func step")
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for precision in ("bf16",) if compiled else ("fp16", "bf16"):
         model = gpt("small", 4, 8, precision) if real else gpt("tiny", 1, 2, precision)
         raced = race(model, names, "cuda", 20.0 if real else 0.0)
         by_hand = raced["seconds"].get("hand step", [])
         for name in names:
-            row: dict[str, Any] = {}
+            row = {}
             if name in raced["failures"]:
                 row["failure"] = raced["failures"][name]
             else:
@@ -129,12 +127,12 @@ def steps(real: bool, compiled: bool = False) -> dict[str, dict[str, Any]]:
     return found
 
 
-def main() -> int:
+def main():
     real = there_is_a_gpu()
     if not real:
         software.load()
-    found: dict[str, Any] = {}
-    parts: dict[str, Callable[[], Any]] = {
+    found = {}
+    parts = {
         "versions": lambda: versions(real),
         "tests": lambda: tests(real),
         "launches": lambda: launches(real),

@@ -7,10 +7,9 @@ run.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -27,41 +26,41 @@ class Compiled(NamedTuple):
 class Driver:
     """What Triton asks of the driver of a GPU."""
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 90, 32)
 
-    def get_active_torch_device(self) -> torch.device:
+    def get_active_torch_device(self):
         return torch.device("cuda", 0)
 
-    def get_device_interface(self) -> Any:
+    def get_device_interface(self):
         return torch.cuda
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return 0
 
-    def get_current_stream(self, device: Any = None) -> int:
+    def get_current_stream(self, device=None):
         return 0
 
-    def get_benchmarker(self) -> Callable[..., list[float]]:
+    def get_benchmarker(self):
         return lambda *_, **__: [1.0]
 
-    def map_python_to_cpp_type(self, type_: str) -> str:
+    def map_python_to_cpp_type(self, type_):
         return "void*"
 
 
-def always(value: Any) -> Callable[..., Any]:
+def always(value):
     return lambda *_, **__: value
 
 
-def fastest(value: Any) -> Any:
+def fastest(value):
     """As a static method: what a class of inductor's is asked without an instance."""
     return staticmethod(always(value))
 
 
 @contextmanager
-def of_the_device() -> Iterator[Compiled]:
+def of_the_device():
     """Compile for the device, in a block."""
     import torch._inductor.config as config
     import triton.runtime
@@ -73,19 +72,19 @@ def of_the_device() -> Iterator[Compiled]:
     seen = Compiled([], [], Counter())
     properties = torch.cuda.get_device_properties("cuda")
 
-    def compile_(self: Any, *args: Any, **kwargs: Any) -> None:
+    def compile_(self, *args, **kwargs):
         self._precompile_worker()  # to machine code, which is not loaded
         assert self.compile_results
         seen.kernels.append(self.fn.__name__)
 
-    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+    def launch(self, *args, **kwargs):
         seen.launched[self.fn.__name__] += 1
 
-    def empty_strided(size: Any, stride: Any, dtype: Any) -> Any:
+    def empty_strided(size, stride, dtype):
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
-    guards: Any = torch._C._dynamo.guards
-    patches: list[tuple[Any, dict[str, Any]]] = [
+    guards = torch._C._dynamo.guards
+    patches = [
         (
             torch.cuda,
             {

@@ -1,17 +1,14 @@
 """The device sees what it is there for: that the tests on it could fail."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.device.software import nothing_waits, races, recorded
 
 
-WAITS: dict[str, Callable[[Tensor], Any]] = {
+WAITS = {
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool(x[0] > 0),
     "to the host": lambda x: x.cpu(),
@@ -25,7 +22,7 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "synchronize": lambda x: torch.cuda.synchronize(),
     "a stream": lambda x: torch.cuda.current_stream().synchronize(),
 }
-MIXED: dict[str, Callable[[Tensor], Any]] = {
+MIXED = {
     "add": lambda x: x + torch.ones(3),
     "in place": lambda x: x.add_(torch.ones(3)),
     "cat": lambda x: torch.cat([x, torch.ones(1)]),
@@ -36,7 +33,7 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_waits_for_a_device_raises(name: str) -> None:
+def test_what_waits_for_a_device_raises(name):
     x = torch.ones(3, device="cuda")
     WAITS[name](x)
     with pytest.raises(RuntimeError, match="synchronizing"), nothing_waits():
@@ -44,26 +41,26 @@ def test_what_waits_for_a_device_raises(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_devices_are_not_mixed(name: str) -> None:
+def test_devices_are_not_mixed(name):
     with pytest.raises(RuntimeError, match="same device"):
         MIXED[name](torch.ones(3, device="cuda"))
 
 
-def test_a_number_of_the_host_is_an_argument_of_a_kernel() -> None:
+def test_a_number_of_the_host_is_an_argument_of_a_kernel():
     with nothing_waits() as seen:
         out = torch.ones(3, device="cuda") * torch.ones(())
     assert out.is_cuda
     assert not seen.copies
 
 
-def test_a_copy_that_does_not_wait_is_seen() -> None:
+def test_a_copy_that_does_not_wait_is_seen():
     number = torch.ones((), pin_memory=True)
     with nothing_waits() as seen:
         number.to("cuda", non_blocking=True)
     assert seen.copies == ["h2d of 1 pinned"]
 
 
-def test_what_is_launched_is_counted() -> None:
+def test_what_is_launched_is_counted():
     xs = [torch.ones(2, 3, device="cuda") for _ in range(4)]
     with nothing_waits() as seen:
         torch._foreach_add_(xs, xs)  # one kernel
@@ -73,7 +70,7 @@ def test_what_is_launched_is_counted() -> None:
     assert seen.launches.total() == 2
 
 
-def test_a_foreach_operation_of_tensors_that_differ_is_many_launches() -> None:
+def test_a_foreach_operation_of_tensors_that_differ_is_many_launches():
     xs = [torch.ones(3, device="cuda") for _ in range(4)]
     halves, numbers = [x.half() for x in xs], [x.sum() for x in xs]
     for several in (halves, numbers, torch.ones((), dtype=torch.float64, device="cuda")):
@@ -86,11 +83,11 @@ def test_a_foreach_operation_of_tensors_that_differ_is_many_launches() -> None:
     assert seen.launches.total() == 2
 
 
-def test_new_memory_is_full_of_something() -> None:
+def test_new_memory_is_full_of_something():
     assert (torch.empty(8, dtype=torch.uint8, device="cuda") == 0xA5).all()
 
 
-def test_memory_is_counted_and_may_be_limited() -> None:
+def test_memory_is_counted_and_may_be_limited():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     x = torch.ones(1000, device="cuda")
@@ -109,8 +106,8 @@ def test_memory_is_counted_and_may_be_limited() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_backward_runs_on_a_thread_of_the_device() -> None:
-    seen: list[int] = []
+def test_backward_runs_on_a_thread_of_the_device():
+    seen = []
     w = torch.ones(3, device="cuda", requires_grad=True)
     w.register_hook(lambda grad: seen.append(threading.get_ident()))
     (w * w).sum().backward()
@@ -118,7 +115,7 @@ def test_backward_runs_on_a_thread_of_the_device() -> None:
     assert seen != [threading.get_ident()]
 
 
-def test_the_device_draws_numbers_of_its_own() -> None:
+def test_the_device_draws_numbers_of_its_own():
     torch.cuda.manual_seed(1)
     first = torch.rand(3, device="cuda"), torch.nn.functional.dropout(torch.ones(9, device="cuda"))
     host = torch.get_rng_state()
@@ -131,7 +128,7 @@ def test_the_device_draws_numbers_of_its_own() -> None:
 # Streams ------------------------------------------------------------------------------------------
 
 
-def test_what_is_copied_to_the_host_comes_once_it_was_waited_for() -> None:
+def test_what_is_copied_to_the_host_comes_once_it_was_waited_for():
     place = torch.zeros(3, pin_memory=True)
     place.copy_(torch.ones(3, device="cuda"), non_blocking=True)
     assert not torch.equal(place, torch.ones(3))
@@ -139,7 +136,7 @@ def test_what_is_copied_to_the_host_comes_once_it_was_waited_for() -> None:
     assert torch.equal(place, torch.ones(3))
 
 
-def on_side(work: Callable[[], Any], *, first: bool = True, then: bool = True) -> Any:
+def on_side(work, *, first=True, then=True):
     """Work on another stream, before and after which one may wait for the other."""
     side, here = torch.cuda.Stream(), torch.cuda.current_stream()
     if first:
@@ -151,7 +148,7 @@ def on_side(work: Callable[[], Any], *, first: bool = True, then: bool = True) -
     return out, side
 
 
-def test_streams_that_wait_for_each_other_do_not_race() -> None:
+def test_streams_that_wait_for_each_other_do_not_race():
     x = torch.ones(3, device="cuda")
     with recorded() as seen:
         y, side = on_side(lambda: x + 1)
@@ -161,13 +158,13 @@ def test_streams_that_wait_for_each_other_do_not_race() -> None:
     assert seen.of("launch") == [f"launch aten::add.out @{side.stream_id}"]
 
 
-def test_reading_what_another_stream_writes_is_a_race() -> None:
+def test_reading_what_another_stream_writes_is_a_race():
     x = torch.ones(3, device="cuda")
     on_side(lambda: x + 1, first=False)
     assert "uses what stream 0 wrote" in races()[0]
 
 
-def test_writing_over_what_another_stream_reads_is_a_race() -> None:
+def test_writing_over_what_another_stream_reads_is_a_race():
     x = torch.ones(3, device="cuda")
     on_side(lambda: x + 1, then=False)
     x.zero_()
@@ -175,8 +172,8 @@ def test_writing_over_what_another_stream_reads_is_a_race() -> None:
     torch.cuda.synchronize()  # before its memory is freed
 
 
-def test_freeing_what_another_stream_uses_is_a_race() -> None:
-    def use(x: Tensor, record: bool) -> None:
+def test_freeing_what_another_stream_uses_is_a_race():
+    def use(x, record):
         _, side = on_side(lambda: x + 1, then=False)
         if record:
             x.record_stream(side)

@@ -31,7 +31,7 @@ class Launches(NamedTuple):
 
 COLUMNS = ("mlp", "fp32"), ("mlp", "fp16"), ("gpt", "fp32"), ("gpt", "fp16")
 # A change that makes one of these less writes it here: they only go down.
-CEILINGS: dict[str, tuple[tuple[int, int], ...]] = {
+CEILINGS = {
     "foreach": ((54, 166), (93, 205), (201, 376), (307, 415)),
     "foreach, donated": ((54, 149), (93, 188), (201, 324), (307, 363)),
     "fused": ((54, 61), (93, 100), (201, 96), (307, 135)),
@@ -49,7 +49,7 @@ CEILINGS: dict[str, tuple[tuple[int, int], ...]] = {
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, length: int) -> None:
+    def __init__(self, width, heads, length):
         super().__init__()
         self.heads, self.into, self.out = (
             heads,
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         mask = torch.full((length, length), -torch.inf).triu(1)
         self.register_buffer("mask", mask, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         rows, length, width = x.shape
         parts = self.into(x).view(rows, length, 3, self.heads, width // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -69,19 +69,19 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, length: int) -> None:
+    def __init__(self, width, heads, length):
         super().__init__()
         self.attention, self.norm = Attention(width, heads, length), nn.LayerNorm(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.other_norm = nn.LayerNorm(width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attention(self.norm(x))
         return x + self.down(gelu(self.up(self.other_norm(x))))
 
 
 class GPT(nn.Module):
-    def __init__(self, words: int = 64, width: int = 32, length: int = 16) -> None:
+    def __init__(self, words=64, width=32, length=16):
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, 4, length) for _ in range(4)))
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self.at: Tensor
         self.register_buffer("at", torch.arange(length), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.out(self.norm(self.blocks(self.words(x) + self.places(self.at))))
 
 
@@ -101,7 +101,7 @@ class Task(NamedTuple):
     loss: Callable[[Tensor, Tensor], Tensor]
 
 
-def mlp() -> Task:
+def mlp():
     layers = (layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.GELU()))
     return Task(
         nn.Sequential(*layers, nn.Linear(16, 4)).to("cuda"),
@@ -113,8 +113,8 @@ def mlp() -> Task:
     )
 
 
-def gpt() -> Task:
-    def words(rows: int) -> Tensor:
+def gpt():
+    def words(rows):
         return torch.randint(0, 64, (rows, 16), device="cuda")
 
     return Task(
@@ -134,14 +134,14 @@ ROWS = 2  # of a microbatch
 Run = Callable[[], Any]
 
 
-def by_hand(task: Task, half: bool, count: int, fused: bool) -> Run:
+def by_hand(task, half, count, fused):
     """As in torch's examples: AdamW, clipping, a GradScaler."""
     params, batch = [*task.net.parameters()], task.batch(ROWS * count)
-    variant: Any = {"fused": True} if fused else {"foreach": True}
+    variant = {"fused": True} if fused else {"foreach": True}
     optimizer = torch.optim.AdamW(params, lr=1e-3, **variant)
     scaler = torch.amp.GradScaler("cuda", enabled=half, init_scale=8.0)
 
-    def step() -> None:
+    def step():
         for part in pa.microbatches(batch, ROWS):
             with torch.autocast("cuda", torch.float16, enabled=half):
                 loss = task.loss(task.net(part["x"]), part["y"])
@@ -155,34 +155,25 @@ def by_hand(task: Task, half: bool, count: int, fused: bool) -> Run:
     return step
 
 
-def of_ours(
-    task: Task,
-    half: bool,
-    count: int,
-    fused: bool,
-    donate: bool,
-    engine: Any = "func",
-    weighted: bool = False,
-    stream: bool = False,
-) -> Run:
-    def loss(params: Any, part: Any) -> Any:
+def of_ours(task, half, count, fused, donate, engine="func", weighted=False, stream=False):
+    def loss(params, part):
         found = task.loss(functional_call(task.net, params, (part["x"],)), part["y"])
         if not weighted:
             return found
         weight = torch.full((), float(part["x"].numel()), device="cuda")
         return pa.Weighted(found * weight, weight)
 
-    scaled: dict[str, Any] = {}
+    scaled = {}
     if half:
         policy, scale = pa.Policy(autocast=torch.float16), pa.dynamic_loss_scale(8.0)
         scaled = {"policy": policy, "loss_scale": scale}
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(1e-3, fused=fused))
-    knobs: Any = {"microbatch_size": ROWS, "engine": engine, "donate": donate, **scaled}
+    knobs = {"microbatch_size": ROWS, "engine": engine, "donate": donate, **scaled}
     step = pa.make_step(loss, optimizer, check=False, **knobs)  # asked, it launches more
     batch = task.batch(ROWS * count)
     state = step.init(dict(task.net.named_parameters()))
 
-    def run() -> None:
+    def run():
         nonlocal state
         if not stream:
             state, _ = step(state, batch)
@@ -195,11 +186,11 @@ def of_ours(
     return run
 
 
-LOOPS: dict[str, Callable[..., Run]] = {
+LOOPS = {
     "by hand, foreach": partial(by_hand, fused=False),
     "by hand, fused": partial(by_hand, fused=True),
 }
-FORMS: dict[str, Callable[..., Run]] = {
+FORMS = {
     "foreach": partial(of_ours, fused=False, donate=False),
     "foreach, donated": partial(of_ours, fused=False, donate=True),
     "fused": partial(of_ours, fused=True, donate=False),
@@ -214,7 +205,7 @@ FORMS: dict[str, Callable[..., Run]] = {
 
 
 @cache
-def launched(network: str, precision: str, form: str) -> Launches:
+def launched(network, precision, form):
     """What a form launches, of two numbers of microbatches; ours does not wait meanwhile."""
     totals = []
     for count in (2, 4):
@@ -243,7 +234,7 @@ columns = pytest.mark.parametrize(
 
 @columns
 @pytest.mark.parametrize("form", FORMS)
-def test_launches_stay_below_their_ceilings(form: str, network: str, precision: str) -> None:
+def test_launches_stay_below_their_ceilings(form, network, precision):
     found = launched(network, precision, form)
     ceiling = Launches(*CEILINGS[form][COLUMNS.index((network, precision))])
     assert found.microbatch <= ceiling.microbatch
@@ -252,14 +243,12 @@ def test_launches_stay_below_their_ceilings(form: str, network: str, precision: 
 
 @columns
 @pytest.mark.parametrize("form", ["fused, donated", "autograd, fused, donated"])
-def test_a_microbatch_launches_no_more_than_by_hand(
-    form: str, network: str, precision: str
-) -> None:
+def test_a_microbatch_launches_no_more_than_by_hand(form, network, precision):
     by_hand = launched(network, precision, "by hand, fused")
     assert launched(network, precision, form).microbatch <= by_hand.microbatch
 
 
-def table() -> str:
+def table():
     """What is launched today, as it is written above; and for 8 microbatches, beside the loop."""
     found = {form: [launched(*c, form) for c in COLUMNS] for form in (*LOOPS, *FORMS)}
     of_8 = {form: [8 * x.microbatch + x.beside for x in row] for form, row in found.items()}

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "device"  # which git ignores
 NEEDED = ("c10", "torch_cpu")
 
 
-def folder_of_torch() -> Path:
+def folder_of_torch():
     """Found without an import: the device has to be there before torch is."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
@@ -27,11 +27,11 @@ def folder_of_torch() -> Path:
     return Path(spec.origin).parent
 
 
-def compiler() -> list[str]:
+def compiler():
     return shlex.split(os.environ.get("CXX", "g++"))
 
 
-def reason_against() -> str:
+def reason_against():
     """Why there can be no device in software here, or ""."""
     version = importlib.metadata.version("torch")
     if sys.platform != "linux":
@@ -45,7 +45,7 @@ def reason_against() -> str:
     return ""
 
 
-def build() -> Path:
+def build():
     """The library, compiled if that has not been done; some ten seconds."""
     torch = folder_of_torch()
     includes = [torch / "include", torch / "include/torch/csrc/api/include"]

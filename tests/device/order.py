@@ -3,11 +3,8 @@
 That two streams race fails every test on the device: see ``in_order``, in ``software``.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -18,27 +15,27 @@ from tests.device.world import exact_pairs, moved, whole_numbers
 GRADIENTS = pytest.mark.parametrize("gradient", [pa.grad, torch.func.grad], ids=["pa", "torch"])
 
 
-def called(gradient: Any, keep: str) -> Any:
+def called(gradient, keep):
     params, batch = (moved(tree, "cuda") for tree in whole_numbers())
     return gradient(lambda p, b: exact_pairs(p, b, microbatch_size=3, keep=keep))(params, batch)
 
 
 @GRADIENTS
-def test_rows_kept_on_the_host_have_the_bits_of_those_on_the_device(gradient: Any) -> None:
+def test_rows_kept_on_the_host_have_the_bits_of_those_on_the_device(gradient):
     assert_trees_bitwise_equal(called(gradient, "host"), called(gradient, "device"))
 
 
-def test_rows_that_come_back_to_the_host_may_be_read_there() -> None:
+def test_rows_that_come_back_to_the_host_may_be_read_there():
     params, batch = (moved(tree, "cuda") for tree in whole_numbers())
-    knobs: Any = {"microbatch_size": 3, "keep": "host"}
+    knobs = {"microbatch_size": 3, "keep": "host"}
     got = pa.microbatch(lambda p, b: b["x"] @ p["w"], **knobs)(params, batch)
     assert not got.is_cuda
     assert torch.equal(got + 0, (batch["x"] @ params["w"]).cpu())
 
 
 @GRADIENTS
-def test_pieces_go_over_one_other_stream_in_all_calls(gradient: Any) -> None:
-    sides: list[str] = []
+def test_pieces_go_over_one_other_stream_in_all_calls(gradient):
+    sides = []
     for _ in range(3):
         with recorded() as seen:
             called(gradient, "host")
@@ -47,12 +44,12 @@ def test_pieces_go_over_one_other_stream_in_all_calls(gradient: Any) -> None:
     assert len(set(sides)) == 1
 
 
-def test_a_loss_on_a_stream_of_the_caller() -> None:
+def test_a_loss_on_a_stream_of_the_caller():
     """The hooks that add gradients up run on the stream of the forward pass."""
     params, batch = (moved(tree, "cuda") for tree in whole_numbers())
     side, here = torch.cuda.Stream(), torch.cuda.current_stream()
 
-    def step() -> tuple[Any, Tensor]:
+    def step():
         return pa.grad_and_value(lambda p, b: exact_pairs(p, b, 3), microbatch_size=3, check=False)(
             params, batch
         )

@@ -3,23 +3,20 @@
 That nothing else moves a generator is seen by ``features``, whose calls change nothing at all.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.device.world import Tensors, errors, moved, whole_numbers
+from tests.device.world import errors, moved, whole_numbers
 
 
 ENGINES = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
-def dropped(w: Tensor, x: Tensor) -> Tensor:
+def dropped(w, x):
     return dropout(w * x, 0.5)
 
 
@@ -33,7 +30,7 @@ AGAIN = {
 
 @ENGINES
 @pytest.mark.parametrize("name", AGAIN)
-def test_a_recomputation_draws_the_same_numbers(name: str, engine: Any) -> None:
+def test_a_recomputation_draws_the_same_numbers(name, engine):
     """The gradient of a sum of kept elements is the number of those that were seen as kept."""
     if name == "checkpoint" and engine == "func":
         pytest.skip("torch.func refuses torch's checkpoint")
@@ -48,7 +45,7 @@ def test_a_recomputation_draws_the_same_numbers(name: str, engine: Any) -> None:
 
 
 @ENGINES
-def test_numbers_are_those_of_a_plain_loop(engine: Any) -> None:
+def test_numbers_are_those_of_a_plain_loop(engine):
     w, x = torch.ones((), device="cuda"), torch.ones(64, 8, device="cuda")
     torch.cuda.manual_seed(1)
     want = sum(dropped(w, part).sum() for part in x.split(16))
@@ -61,12 +58,12 @@ def test_numbers_are_those_of_a_plain_loop(engine: Any) -> None:
     assert torch.equal(torch.cuda.get_rng_state(), after)
 
 
-def test_a_generator_of_the_loss_moves_as_in_a_plain_loop() -> None:
+def test_a_generator_of_the_loss_moves_as_in_a_plain_loop():
     random = torch.Generator("cuda").manual_seed(1)
     w, x = torch.ones((), device="cuda"), torch.ones(8, device="cuda")
     before = torch.cuda.get_rng_state()
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return (w * x * torch.rand(len(x), generator=random, device="cuda")).sum()
 
     pa.grad(loss, reduction="sum", microbatch_size=2)(w, x)
@@ -79,14 +76,14 @@ def test_a_generator_of_the_loss_moves_as_in_a_plain_loop() -> None:
 
 @ENGINES
 @pytest.mark.parametrize("size", [1, 3, 11])
-def test_keyed_numbers_are_those_of_the_cpu_however_a_batch_is_cut(size: int, engine: Any) -> None:
+def test_keyed_numbers_are_those_of_the_cpu_however_a_batch_is_cut(size, engine):
     params, batch = whole_numbers()
 
-    def loss(p: Tensors, b: Tensors, keys: Tensor) -> pa.Weighted:
+    def loss(p, b, keys):
         error = errors(p, {**b, "x": pa.dropout(b["x"], 0.5, keys)})
         return pa.Weighted((error * b["mask"]).sum(), b["mask"].sum())
 
-    def after_one(device: str, size: int) -> Any:
+    def after_one(device, size):
         step = pa.make_step(loss, pa.sgd(2.0**-3), microbatch_size=size, keys=True, engine=engine)
         state, _ = step(step.init(moved(params, device), seed=3), moved(batch, device))
         return moved(state, "cpu")

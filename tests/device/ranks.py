@@ -3,9 +3,6 @@
 One rank, whose collectives torch leaves out: its sums are those of all ranks.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 
@@ -16,7 +13,7 @@ from tests.device.world import exact, moved, whole_numbers
 
 
 @pytest.fixture
-def group() -> Iterator[Any]:
+def group():
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
@@ -26,9 +23,9 @@ def group() -> Iterator[Any]:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-def test_ranks_look_at_steps_that_are_powers_of_two(engine: Any, donate: bool, group: Any) -> None:
+def test_ranks_look_at_steps_that_are_powers_of_two(engine, donate, group):
     params, batch = (moved(tree, "cuda") for tree in whole_numbers())
-    knobs: Any = {"microbatch_size": 3, "engine": engine, "loss_scale": pa.dynamic_loss_scale(8.0)}
+    knobs = {"microbatch_size": 3, "engine": engine, "loss_scale": pa.dynamic_loss_scale(8.0)}
     knobs["check"] = False  # or it waits where a loss is asked
     step = pa.make_step(exact, pa.sgd(2.0**-3), group=group, donate=donate, **knobs)
     alone = pa.make_step(exact, pa.sgd(2.0**-3), **knobs)

@@ -8,10 +8,9 @@ As a plugin of pytest it loads the device, and fails every test in which two str
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -19,10 +18,10 @@ from tests.device.library import NEEDED, build, folder_of_torch
 
 
 TOTAL_MEMORY = 8 * 2**30
-_device: Any = None
+_device = None
 
 
-def load() -> None:
+def load():
     """Make torch believe in one CUDA device; it has not been imported yet."""
     global _device
     if "torch" in sys.modules:
@@ -50,26 +49,26 @@ class Record(NamedTuple):
 
     lines: list[str]
 
-    def of(self, *kinds: str) -> list[str]:
+    def of(self, *kinds):
         return [line for line in self.lines if line.split(" ", 1)[0] in kinds]
 
     @property
-    def launches(self) -> Counter[str]:
+    def launches(self):
         """How often each operation was launched."""
         return Counter(line.split()[1] for line in self.of("launch"))
 
     @property
-    def waits(self) -> list[str]:
+    def waits(self):
         return self.of("wait")
 
     @property
-    def copies(self) -> list[str]:
+    def copies(self):
         """Copies between host and device."""
         return self.of("h2d", "d2h")
 
 
 @contextmanager
-def recorded() -> Iterator[Record]:
+def recorded():
     record = Record([])
     _device.device_seen()  # forgets what was before
     _device.device_record(True)
@@ -81,7 +80,7 @@ def recorded() -> Iterator[Record]:
 
 
 @contextmanager
-def nothing_waits() -> Iterator[Record]:
+def nothing_waits():
     """Whatever would wait for a GPU raises where it stands."""
     _device.device_strict(True)
     try:
@@ -91,7 +90,7 @@ def nothing_waits() -> Iterator[Record]:
         _device.device_strict(False)
 
 
-def races() -> list[str]:
+def races():
     """What two streams did to one memory, of which neither had waited for the other."""
     return [*dict.fromkeys(_device.device_races().decode().splitlines())]
 
@@ -100,13 +99,13 @@ def races() -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests() -> None:
+def pytest_load_initial_conftests():
     """Before tests/conftest.py, which imports torch."""
     load()
 
 
 @pytest.fixture(autouse=True)
-def in_order() -> Iterator[None]:
+def in_order():
     races()
     yield
     assert not races()
@@ -115,20 +114,20 @@ def in_order() -> Iterator[None]:
 # torch.cuda ------------------------------------------------------------------------------------
 
 
-def _stand_in_for_cuda() -> None:
+def _stand_in_for_cuda():
     """What Python asks of CUDA's library itself, which this torch was built without."""
     import torch
 
-    cuda: Any = torch.cuda
+    cuda = torch.cuda
     _device.device_hand_out_default(True)
     generator = torch.Generator("cuda")
     _device.device_hand_out_default(False)
 
-    def always(value: Any) -> Callable[..., Any]:  # each time another, as the compiler wants them
+    def always(value):  # each time another, as the compiler wants them
         return lambda *_, **__: value
 
     @contextmanager
-    def stream(entered: Any) -> Iterator[Any]:
+    def stream(entered):
         before = _device.device_current()
         _device.device_enter(entered.stream_id)
         try:
@@ -136,7 +135,7 @@ def _stand_in_for_cuda() -> None:
         finally:
             _device.device_enter(before)
 
-    def limit_memory(fraction: float, device: Any = None) -> None:
+    def limit_memory(fraction, device=None):
         _device.device_limit(-1 if fraction >= 1 else int(fraction * TOTAL_MEMORY))
 
     properties = SimpleNamespace(

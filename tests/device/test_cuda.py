@@ -1,8 +1,5 @@
 """On CUDA: the same bits, no wait for the device, and half precision inside the loss."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import optree
 import pytest
 import torch
@@ -11,7 +8,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.core.models import MODELS, problem
-from tests.exactly import LOSSES, Loss, full_batch, make_batch, make_params
+from tests.exactly import LOSSES, full_batch, make_batch, make_params
 from tests.tables import each_once
 
 
@@ -20,7 +17,7 @@ engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
 @pytest.fixture(autouse=True)
-def full_precision() -> Iterator[None]:
+def full_precision():
     """TF32 keeps ten bits of an integer."""
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [switch.allow_tf32 for switch in switches]
@@ -31,7 +28,7 @@ def full_precision() -> Iterator[None]:
         switch.allow_tf32 = was
 
 
-def on_cuda(tree: Any) -> Any:
+def on_cuda(tree):
     return optree.tree_map(lambda x: x.cuda(), tree)
 
 
@@ -41,9 +38,7 @@ def on_cuda(tree: Any) -> Any:
     {f"{size} rows": size for size in (1, 3, 5, 11)},
     {f"{e}-{n}": (n, e) for n in ("propagate", "skip", "raise") for e in ("func", "autograd")},
 )
-def test_on_cuda_the_gradient_has_the_bits_of_the_full_batch(
-    loss: Loss, size: int, nonfinite: Any, engine: Any
-) -> None:
+def test_on_cuda_the_gradient_has_the_bits_of_the_full_batch(loss, size, nonfinite, engine):
     params, batch = make_params(size), make_batch(size, 12)
     gradient = pa.grad(
         loss.call,
@@ -61,9 +56,7 @@ def test_on_cuda_the_gradient_has_the_bits_of_the_full_batch(
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "attention"])
-def test_an_accumulator_does_not_wait_for_the_device(
-    name: str, nonfinite: Any, donate: bool, engine: Any
-) -> None:
+def test_an_accumulator_does_not_wait_for_the_device(name, nonfinite, donate, engine):
     """Weighted with its weight on the device, one microbatch all masked and one not finite."""
     given = problem(name, 0, 6, device="cuda")
     given.batch["mask"][:2] = 0
@@ -90,7 +83,7 @@ def test_an_accumulator_does_not_wait_for_the_device(
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "embedding"])
-def test_engines_agree_in_bits_on_cuda(name: str) -> None:
+def test_engines_agree_in_bits_on_cuda(name):
     """Without atomics, two runs of the same kernels are the same."""
     given = problem(name, 0, 7, device="cuda")
     grads = [
@@ -102,11 +95,11 @@ def test_engines_agree_in_bits_on_cuda(name: str) -> None:
 
 @engines
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_fp16_autocast_may_be_inside_the_loss(nonfinite: Any, engine: Any) -> None:
+def test_fp16_autocast_may_be_inside_the_loss(nonfinite, engine):
     """2,048 tokens of gradient 64 each: their sum overflows fp16, where their mean does not."""
     w, x = torch.ones(4, 1, device="cuda"), torch.full((4096, 4), 64.0, device="cuda")
 
-    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+    def loss(w, x):
         with torch.autocast("cuda", torch.float16):
             out = x @ w
         assert out.dtype == torch.float16
@@ -117,7 +110,7 @@ def test_fp16_autocast_may_be_inside_the_loss(nonfinite: Any, engine: Any) -> No
 
 
 @engines
-def test_autocast_around_the_microbatches_is_refused(engine: Any) -> None:
+def test_autocast_around_the_microbatches_is_refused(engine):
     """Its cache would keep a copy of every weight for every microbatch."""
     given = problem("linear", 0, 4, device="cuda")
     gradient = pa.grad(given.mean, microbatch_size=2, engine=engine)

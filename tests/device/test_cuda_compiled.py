@@ -1,11 +1,8 @@
 """A step that compiles itself, on CUDA: the numbers of the eager step, and nothing waits."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 
@@ -19,23 +16,23 @@ pytestmark = [
 TABLES = {"scan": 8, "unrolled": 40_000, "loop": 300_000}  # rows of 8: to 9.6 MB
 
 
-def loss(params: Any, batch: Any, keys: Tensor) -> pa.Weighted:
+def loss(params, batch, keys):
     h = torch.relu(batch["x"] @ params["in"] + params["table"][batch["i"]])
     error = ((pa.dropout(h, 0.5, keys) @ params["out"] - batch["y"]) ** 2).sum(-1)
     return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
 
 
-def make_params(rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def make_params(rows, dtype):
     random = torch.Generator("cuda").manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(shape, generator=random, device="cuda", dtype=dtype)
 
     table = torch.zeros(rows, 8, device="cuda", dtype=dtype)
     return {"in": draw(4, 8), "out": draw(8, 2), "table": table}
 
 
-def make_batch(rows: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def make_batch(rows, seed, dtype):
     random = torch.Generator("cuda").manual_seed(seed)
     return {
         "x": torch.randn(rows, 4, generator=random, device="cuda", dtype=dtype),
@@ -45,7 +42,7 @@ def make_batch(rows: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def make(compile: Any, dtype: torch.dtype, **knobs: Any) -> Any:
+def make(compile, dtype, **knobs):
     return pa.make_step(
         loss,
         pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(1e-2)),
@@ -60,7 +57,7 @@ def make(compile: Any, dtype: torch.dtype, **knobs: Any) -> Any:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("form", TABLES)
-def test_a_compiled_step_has_the_numbers_of_the_eager_one_on_cuda(form: str, donate: bool) -> None:
+def test_a_compiled_step_has_the_numbers_of_the_eager_one_on_cuda(form, donate):
     """In float64, where a fused sum in another order is far below what a fault would be."""
     dtype = torch.float64
     ours, eager = make(True, dtype, donate=donate), make(False, dtype)
@@ -89,7 +86,7 @@ def test_a_compiled_step_has_the_numbers_of_the_eager_one_on_cuda(form: str, don
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("form", ["scan", "loop"])
-def test_a_compiled_step_does_not_wait_for_the_device(form: str, donate: bool) -> None:
+def test_a_compiled_step_does_not_wait_for_the_device(form, donate):
     """Once it is compiled."""
     dtype = torch.float32
     step = make(True, dtype, donate=donate)

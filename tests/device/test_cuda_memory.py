@@ -1,10 +1,7 @@
 """Out of memory on CUDA: the allocator's own error, its own record, and its cache given back."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -14,16 +11,16 @@ pytestmark = [pytest.mark.parity, pytest.mark.cuda]
 ROWS, WIDTH = 64, 2**20  # an activation of the whole batch is 256 MiB
 
 
-def loss(params: Tensor, batch: Tensor) -> Tensor:
+def loss(params, batch):
     hidden = torch.nn.functional.dropout(torch.tanh(batch * params))
     return (torch.tanh(hidden) ** 2).mean()
 
 
-def given() -> tuple[Tensor, Tensor]:
+def given():
     return torch.linspace(1, 2, WIDTH, device="cuda"), torch.ones(ROWS, WIDTH, device="cuda")
 
 
-def test_a_size_is_found_and_the_result_is_that_of_the_size() -> None:
+def test_a_size_is_found_and_the_result_is_that_of_the_size():
     params, batch = given()
     step = pa.make_step(loss, pa.adamw(1e-3), microbatch_size="auto")
     state = step.init(params)
@@ -46,12 +43,12 @@ def test_a_size_is_found_and_the_result_is_that_of_the_size() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), after)
 
 
-def test_what_is_predicted_is_allocated_on_cuda() -> None:
+def test_what_is_predicted_is_allocated_on_cuda():
     """Up to the allocator's blocks of 512 bytes, for some hundred tensors."""
     params, batch = given()
     step = pa.make_step(loss, pa.adamw(1e-3), microbatch_size=16)
     state = step.init(params)
     step(state, batch)
-    report: Any = pa.memory_report(step, state, batch)
+    report = pa.memory_report(step, state, batch)
     predicted, measured = report.predicted.beyond_arguments, report.measured.beyond_arguments
     assert abs(predicted - measured) <= 512 * 1000

@@ -1,7 +1,5 @@
 """On CUDA: plain code over microbatches gives the bits of the full batch, and waits for nothing."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
@@ -15,14 +13,14 @@ pytestmark = [pytest.mark.parity, pytest.mark.cuda]
 where = pytest.mark.parametrize("keep", ["device", "host"])
 
 
-def on_cuda(tree: Any) -> Any:
+def on_cuda(tree):
     return optree.tree_map(lambda x: x.cuda(), tree)
 
 
-def exact(size: int, keep: Any) -> Any:
+def exact(size, keep):
     """Whole numbers all the way: rows, a sum that others read, and the whole batch at once."""
 
-    def loss(p: Any, b: Any) -> Tensor:
+    def loss(p, b):
         knobs = {"microbatch_size": size, "keep": keep}
         h = pa.microbatch(lambda p, b: (b["x"] @ p["a"]).relu(), **knobs)(p, b)
         # with p, since rows of the host alone would be added up there
@@ -36,9 +34,7 @@ def exact(size: int, keep: Any) -> Any:
 @where
 @pytest.mark.parametrize("size", [1, 5, 11])
 @pytest.mark.parametrize("gradient", [pa.grad, torch.func.grad], ids=["pa", "torch"])
-def test_on_cuda_microbatched_functions_have_the_bits_of_the_full_batch(
-    size: int, keep: Any, gradient: Any
-) -> None:
+def test_on_cuda_microbatched_functions_have_the_bits_of_the_full_batch(size, keep, gradient):
     g = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-3, 4, shape, generator=g).float()  # noqa: E731
     params, batch = {"a": draw(5, 6), "b": draw(6, 4)}, {"x": draw(12, 5), "y": draw(12, 4)}
@@ -61,12 +57,12 @@ def test_on_cuda_microbatched_functions_have_the_bits_of_the_full_batch(
         ),
     ],
 )
-def test_a_microbatched_function_does_not_wait_for_the_device(keep: Any) -> None:
+def test_a_microbatched_function_does_not_wait_for_the_device(keep):
     """With numbers drawn inside, weights, and a sum that the loss divides."""
     net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.ReLU()).cuda()
     fn, x = pa.functional(net), torch.randn(64, 5, device="cuda")
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         knobs = {"microbatch_size": 16, "keep": keep}
         z = pa.microbatch(lambda p, x: fn.apply(p, (), x)[0], **knobs)(p, x)
         mean = pa.microbatch(
@@ -83,7 +79,7 @@ def test_a_microbatched_function_does_not_wait_for_the_device(keep: Any) -> None
 
 
 @where
-def test_a_recomputation_on_cuda_draws_the_same_numbers(keep: Any) -> None:
+def test_a_recomputation_on_cuda_draws_the_same_numbers(keep):
     """The gradient of a sum of kept elements is the number of those that were seen as kept."""
     drop = pa.microbatch(
         lambda w, x: nn.functional.dropout(w * x, 0.5), microbatch_size=16, keep=keep
@@ -93,13 +89,13 @@ def test_a_recomputation_on_cuda_draws_the_same_numbers(keep: Any) -> None:
     assert torch.equal(got, value)
 
 
-def test_rows_kept_on_the_host_take_no_memory_of_the_device() -> None:
+def test_rows_kept_on_the_host_take_no_memory_of_the_device():
     """Rows of the whole batch, which a chain of functions hands on, are not on the device."""
     weights, x = torch.ones(4, device="cuda"), torch.ones(256, 64, 64, device="cuda")
     peaks = {}
     for keep in ("device", "host"):
 
-        def loss(w: Tensor, x: Tensor, keep: Any = keep) -> Tensor:
+        def loss(w, x, keep=keep):
             knobs = {"microbatch_size": 8, "keep": keep}
             for i in range(4):
                 x = pa.microbatch(lambda w, x, i=i: torch.tanh(w[i] * x), **knobs)(w, x)

@@ -1,7 +1,6 @@
 """Ranks with a GPU each, by NCCL: as many as there are."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,16 +15,16 @@ from tests.ranks import run_on_ranks
 pytestmark = [pytest.mark.parity, pytest.mark.cuda]
 
 
-def shares_a_batch(donate: bool, compile: bool, rank: int, world: int) -> None:
+def shares_a_batch(donate, compile, rank, world):
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     w = {"w": torch.ones(64, 64, device=device), "b": torch.zeros(64, device=device)}
     x = torch.randint(-3, 4, (8, 64), device=device, generator=torch.Generator(device)).float()
 
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         return ((x @ w["w"] + w["b"]).relu()).sum(1).mean()
 
-    knobs: Any = {"microbatch_size": 2, "loss_scale": pa.dynamic_loss_scale(8.0)}
+    knobs = {"microbatch_size": 2, "loss_scale": pa.dynamic_loss_scale(8.0)}
     alone = pa.make_step(loss, pa.sgd(2.0**-4), **knobs)
     want, seen = alone(alone.init(w), x)
     group = dist.group.WORLD
@@ -43,11 +42,11 @@ def test_all_gpus_share_a_batch(donate, compile):
     assert not [end.failure for end in ends if end.failure]
 
 
-def disagrees(rank: int, world: int) -> None:
+def disagrees(rank, world):
     """Where no rank looks the step is not applied; where all look they raise."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    knobs: Any = {"loss_scale": pa.dynamic_loss_scale(8.0), "group": dist.group.WORLD}
+    knobs = {"loss_scale": pa.dynamic_loss_scale(8.0), "group": dist.group.WORLD}
     step = pa.make_step(lambda w, x: (w * x).mean(), pa.sgd(0.5), **knobs)
     state = step.init(torch.ones(4, device=device))
     x = torch.ones(2, 4, device=device)

@@ -1,11 +1,8 @@
 """On CUDA: what is made of single samples has the bits of the CPU, and nothing waits for it."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -14,38 +11,38 @@ from pureaccum.testing import assert_trees_bitwise_equal
 pytestmark = [pytest.mark.parity, pytest.mark.cuda]
 
 
-def moved(tree: Any, device: str) -> Any:
+def moved(tree, device):
     return optree.tree_map(lambda x: x.to(device), tree, namespace="pureaccum")
 
 
-def problem(rows: int = 11) -> tuple[Any, Any]:
+def problem(rows=11):
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-3, 4, shape, generator=generator).float()  # noqa: E731
     return {"w": draw(5, 4), "b": draw(4)}, {"x": draw(rows, 5), "y": draw(rows, 4)}
 
 
-def loss(params: Any, sample: Any) -> Tensor:
+def loss(params, sample):
     return ((sample["x"] @ params["w"] + params["b"] - sample["y"]) ** 2).sum()
 
 
 @pytest.mark.parametrize("reduce", ["concat", "sum", "moments"])
 @pytest.mark.parametrize("engine", ["vmap", "autograd"])
-def test_samples_on_cuda_have_the_bits_of_the_cpu(reduce: str, engine: Any) -> None:
+def test_samples_on_cuda_have_the_bits_of_the_cpu(reduce, engine):
     params, batch = problem()
     of = pa.per_sample_grad(loss, chunk_size=4, reduce=reduce, engine=engine)
     got = of(moved(params, "cuda"), moved(batch, "cuda"))
     assert_trees_bitwise_equal(moved(got, "cpu"), of(params, batch))
 
 
-def test_samples_do_not_wait_for_the_device() -> None:
+def test_samples_do_not_wait_for_the_device():
     params, batch = (moved(tree, "cuda") for tree in problem())
     acc = pa.per_sample_accumulator(loss, chunk_size=4, transform="normalize", squares=True)
-    knobs: Any = {"microbatch_size": 4, "noise": True, "check": False}
+    knobs = {"microbatch_size": 4, "noise": True, "check": False}
     step = pa.make_step(lambda p, b: loss(p, b) / 11, pa.sgd(0.1), **knobs)
     running, key = pa.running_noise_scale(), pa.key(0, "cuda")
     first, averages = step.init(params), running.init(params)
 
-    def everything() -> Any:
+    def everything():
         sums = acc.update(acc.init(params), params, batch, donate=True)
         clipped, _ = pa.clipped_sum(loss, 1.0, chunk_size=4)(params, batch)
         pa.add_noise(clipped, 1.0, key)

@@ -1,7 +1,5 @@
 """A whole step on CUDA: nothing waits for the device, and torch's optimizers agree in bits."""
 
-from typing import Any
-
 import optree
 import pytest
 import torch
@@ -30,10 +28,10 @@ MAKE = {
 }
 
 
-def given() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def given():
     random = torch.Generator("cuda").manual_seed(0)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape):
         return torch.randn(shape, generator=random, device="cuda")
 
     batch = {"x": draw(24, 32), "y": draw(24, 4), "mask": (draw(24) > 0).float()}
@@ -41,7 +39,7 @@ def given() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return {"in": draw(32, 16) / 8, "b": draw(16) / 8, "out": draw(16, 4) / 8}, batch
 
 
-def loss(params: Any, batch: Any, keys: Any) -> pa.Weighted:
+def loss(params, batch, keys):
     h = pa.dropout(torch.relu(batch["x"] @ params["in"] + params["b"]), 0.1, keys)
     error = ((h @ params["out"] - batch["y"]).float() ** 2).sum(-1)
     return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
@@ -52,9 +50,7 @@ def loss(params: Any, batch: Any, keys: Any) -> pa.Weighted:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", MAKE)
-def test_a_step_does_not_wait_for_the_device(
-    name: str, rate: str, fused: bool, nonfinite: Any, donate: bool
-) -> None:
+def test_a_step_does_not_wait_for_the_device(name, rate, fused, nonfinite, donate):
     params, batch = given()
     step = pa.make_step(
         loss,
@@ -93,9 +89,7 @@ def test_a_step_does_not_wait_for_the_device(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize("name", MAKE)
-def test_a_step_not_applied_changes_no_bit_on_cuda(
-    name: str, applied: bool, fused: bool, donate: bool
-) -> None:
+def test_a_step_not_applied_changes_no_bit_on_cuda(name, applied, fused, donate):
     params, _ = given()
     grads = optree.tree_map(torch.ones_like, params)
     optimizer = MAKE[name](1e-2, fused)
@@ -111,8 +105,8 @@ def test_a_step_not_applied_changes_no_bit_on_cuda(
 @pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize("name", MAKE)
 def test_donated_leaves_are_stepped_in_groups_and_no_bit_is_another(
-    name: str, applied: bool, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, applied, group, monkeypatch
+):
     monkeypatch.setattr(update, "GROUP", group)
     optimizer, flag, found = MAKE[name](1e-2, False), torch.full((), applied, device="cuda"), []
     for donate in (False, True):
@@ -127,7 +121,7 @@ def test_donated_leaves_are_stepped_in_groups_and_no_bit_is_another(
 
 @pytest.mark.parametrize("fused", [False, True])
 @COMBINATIONS
-def test_an_update_changes_no_argument(name: str, switches: Any, fused: bool) -> None:
+def test_an_update_changes_no_argument(name, switches, fused):
     numbers = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
     settings = {flag: numbers.get(flag, True) for flag, on in switches.items() if on}
     optimizer, (params, _) = getattr(pa, name)(1e-2, fused=fused, **settings), given()
@@ -147,9 +141,7 @@ def test_an_update_changes_no_argument(name: str, switches: Any, fused: bool) ->
     ],
 )
 @pytest.mark.parametrize("fused", [False, True])
-def test_optimizers_on_cuda_have_the_bits_of_torch(
-    ours: Any, theirs: Any, settings: Any, fused: bool
-) -> None:
+def test_optimizers_on_cuda_have_the_bits_of_torch(ours, theirs, settings, fused):
     params, _ = given()
     optimizer = ours(1e-2, fused=fused, **settings)
     variant = {"fused": True} if fused else {"foreach": True}
@@ -171,7 +163,7 @@ def test_optimizers_on_cuda_have_the_bits_of_torch(
 
 
 @pytest.mark.parametrize("function", [False, True])
-def test_averages_on_cuda_have_the_bits_of_torch_and_wait_for_nothing(function: bool) -> None:
+def test_averages_on_cuda_have_the_bits_of_torch_and_wait_for_nothing(function):
     model = nn.ParameterList([nn.Parameter(x) for x in given()[0].values()])
     their = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     average = pa.ema(pa.constant(0.9) if function else 0.9)
@@ -194,7 +186,7 @@ def test_averages_on_cuda_have_the_bits_of_torch_and_wait_for_nothing(function: 
         assert_trees_bitwise_equal(state.params, [x.detach() for x in their.parameters()])
 
 
-def test_a_plateau_does_not_wait_for_the_device() -> None:
+def test_a_plateau_does_not_wait_for_the_device():
     falling = pa.plateau(0.5, factor=0.5, patience=0)
     metrics = [*torch.tensor([1.0, 1.0, 0.5, 0.5], device="cuda"), 0.5]
     state = falling.update(falling.init(), metrics[0])  # kernels load and wait

@@ -52,7 +52,7 @@ FILES = [
 ]
 
 
-def run_on_the_device(files: list[Path]) -> subprocess.CompletedProcess[str]:
+def run_on_the_device(files):
     plugins = ["-p", "tests.device.software", "-p", "no:cacheprovider"]
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
@@ -65,14 +65,14 @@ def run_on_the_device(files: list[Path]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("files", FILES)
-def test_on_the_device(files: list[Path]) -> None:
+def test_on_the_device(files):
     ended = run_on_the_device(files)
     assert ended.returncode == 0, f"\n{ended.stdout}\n{ended.stderr}"
     assert " passed" in ended.stdout  # and not all were skipped
 
 
 @pytest.mark.slow
-def test_what_a_gpu_is_asked_is_answered_in_software(tmp_path: Path) -> None:
+def test_what_a_gpu_is_asked_is_answered_in_software(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.device.gpu"]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -83,11 +83,11 @@ def test_what_a_gpu_is_asked_is_answered_in_software(tmp_path: Path) -> None:
     assert all(" passed" in line and " failed" not in line for line in found["tests"].values())
 
 
-def test_what_is_not_run_here_is_there() -> None:
+def test_what_is_not_run_here_is_there():
     assert NOT_HERE.keys() < FOR_A_GPU.keys()
 
 
-def test_it_is_loaded_before_torch_or_not_at_all() -> None:
+def test_it_is_loaded_before_torch_or_not_at_all():
     with pytest.raises(RuntimeError, match="torch has been imported"):
         software.load()
     assert not torch.cuda.is_available()

@@ -1,7 +1,6 @@
 """A small world on the device: networks, numbers, losses; nothing is made before it is used."""
 
 from functools import cache
-from typing import Any
 
 import optree
 import torch
@@ -15,11 +14,11 @@ Tensors = dict[str, Tensor]
 ROWS = 22
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree):
     return optree.tree_leaves(tree, namespace="pureaccum")
 
 
-def moved(tree: Any, device: str) -> Any:
+def moved(tree, device):
     return optree.tree_map(lambda x: x.to(device), tree, namespace="pureaccum")
 
 
@@ -27,40 +26,40 @@ def moved(tree: Any, device: str) -> Any:
 
 
 @cache
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     layers = nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)
     return nn.Sequential(*layers).to("cuda")
 
 
 @cache
-def normed(microbatch_size: int | None = None) -> Any:
+def normed(microbatch_size=None):
     """A pure function with what depends on its rows together, and with what draws."""
     torch.manual_seed(0)
     layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
     return pa.functional(nn.Sequential(*layers).to("cuda"), microbatch_size=microbatch_size)
 
 
-def make_params() -> Tensors:
+def make_params():
     return {name: x.detach().clone() for name, x in network().named_parameters()}
 
 
-def make_batch(rows: int = ROWS) -> Tensors:
+def make_batch(rows=ROWS):
     random = torch.Generator().manual_seed(0)
     x, y = (torch.randn(rows, width, generator=random) for width in (8, 4))
     mask = (torch.rand(rows, generator=random) > 0.4).float()
     return moved({"x": x, "y": y, "mask": mask}, "cuda")
 
 
-def call(params: Tensors, x: Tensor) -> Tensor:
+def call(params, x):
     return functional_call(network(), params, (x,))
 
 
-def mean(params: Tensors, batch: Tensors) -> Tensor:
+def mean(params, batch):
     return (call(params, batch["x"]) - batch["y"]).float().square().mean()
 
 
-def weighted(params: Tensors, batch: Tensors) -> pa.Weighted:
+def weighted(params, batch):
     error = (call(params, batch["x"]) - batch["y"]).float().square().sum(1)
     return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
 
@@ -68,26 +67,26 @@ def weighted(params: Tensors, batch: Tensors) -> pa.Weighted:
 # One whose arithmetic is exact ------------------------------------------------------------------
 
 
-def whole_numbers(rows: int = 11) -> tuple[Tensors, Tensors]:
+def whole_numbers(rows=11):
     """On the CPU: what is moved to the device has to come to the same bits there."""
     random = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randint(-2, 3, shape, generator=random).float()
 
     batch = {"x": draw(rows, 4), "y": draw(rows, 5), "mask": draw(rows).abs()}
     return {"w": draw(4, 5), "b": draw(5)}, batch
 
 
-def errors(params: Tensors, batch: Tensors) -> Tensor:
+def errors(params, batch):
     return (batch["x"] @ params["w"] + params["b"] - batch["y"]).square().sum(-1)
 
 
-def exact(params: Tensors, batch: Tensors) -> pa.Weighted:
+def exact(params, batch):
     return pa.Weighted((errors(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
 
-def exact_pairs(params: Tensors, batch: Tensors, microbatch_size: int, **knobs: Any) -> Tensor:
+def exact_pairs(params, batch, microbatch_size, **knobs):
     """A loss of all pairs of rows, plain code over microbatches."""
     apart = pa.microbatch(
         lambda p, b: b["x"] @ p["w"] + p["b"] - b["y"], microbatch_size=microbatch_size, **knobs

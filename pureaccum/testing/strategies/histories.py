@@ -235,8 +235,6 @@ class Fault(NamedTuple):
 def faults(parts: int) -> st.SearchStrategy[Fault]:
     """One microbatch that goes wrong; it shrinks to a NaN in the first.
 
-    The rule: ``Fault(microbatch, kind)`` for each ``microbatch`` below ``parts`` and each kind.
-
     Args:
         parts: How many microbatches there are, at least one.
 
