@@ -25,33 +25,33 @@ class Explodes(Function):
     """Good forward, bad backward."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         return x.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx, *_):
         raise BoomError
 
 
-def make_params() -> Tensors:
+def make_params():
     """A small leaf and one of 1 MiB, whose gradient takes another way into the sum."""
     return {"w": torch.tensor([1.0, -2.0]), "large": torch.ones(512, 512)}
 
 
-def make_batch(rows: int = 5) -> Tensors:
+def make_batch(rows=5):
     return {"x": torch.arange(2.0 * rows).reshape(rows, 2) - 3, "y": torch.arange(1.0 * rows)}
 
 
-def mean_loss(params: Tensors, batch: Tensors) -> Tensor:
+def mean_loss(params, batch):
     out = batch["x"] @ params["w"] + (params["large"] * params["large"]).sum() * 2.0**-18
     return ((out - batch["y"]) ** 2).mean()
 
 
-def with_aux(loss: Loss) -> Loss:
+def with_aux(loss):
     return lambda params, batch: (loss(params, batch), {"rows": batch["x"].sum(1)})
 
 
@@ -62,7 +62,7 @@ class Call(NamedTuple):
     differentiates: bool = True
 
 
-def _stream(loss: Loss, params: Any, batch: Any, donate: bool = False, **knobs: Any) -> Any:
+def _stream(loss, params, batch, donate=False, **knobs):
     acc = pa.accumulator(loss, **knobs)
     state = acc.init(params)
     for part in pa.microbatches(batch, 2):
@@ -85,7 +85,7 @@ CALLS = {
 }
 
 
-def combinations(*names: str, nonfinite: tuple[str, ...] = NONFINITE) -> list[Any]:
+def combinations(*names, nonfinite=NONFINITE):
     """Calls with the knobs that they take, for ``parametrize(("name", "knobs"), ...)``.
 
     Any two of a call, an engine and a word for ``nonfinite`` come together in one of them.

@@ -36,12 +36,12 @@ gc.disable()  # until all tests are imported, of which nothing is garbage
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded():
     """hypothesis does not know torch's generator."""
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     if PROFILE == "dev":
         left_out = pytest.mark.skip(reason="slow: HYPOTHESIS_PROFILE=ci and =thorough run it")
         for item in items:
@@ -53,6 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()
     gc.enable()

@@ -6,6 +6,6 @@ Tests that count calls, or let one of them fail, leave that one out.
 from pureaccum._base.checks import here
 
 
-def is_dropped() -> bool:
+def is_dropped():
     """Whether what runs now is dropped afterwards."""
     return here.observed is not None

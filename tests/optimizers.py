@@ -1,7 +1,6 @@
 """Random steps for optimizers, torch's classes beside them, and one optimizer of every kind."""
 
 import itertools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -14,7 +13,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-def normal(shape: Sequence[int], random: torch.Generator, dtype: Any = torch.float32) -> Tensor:
+def normal(shape, random, dtype=torch.float32):
     """Numbers of very different sizes, and zeros among them."""
     x = torch.randn(tuple(shape), generator=random, dtype=dtype)
     sizes = torch.randint(-6, 7, x.shape, generator=random)
@@ -22,11 +21,11 @@ def normal(shape: Sequence[int], random: torch.Generator, dtype: Any = torch.flo
     return x * (2.0**sizes).to(x.real.dtype) * some
 
 
-def leaves(tree: Any) -> list[Tensor]:
+def leaves(tree):
     return optree.tree_leaves(tree, namespace="pureaccum")
 
 
-def clones(tree: Any) -> Any:
+def clones(tree):
     return optree.tree_map(torch.clone, tree, namespace="pureaccum")
 
 
@@ -34,13 +33,13 @@ class Unread(Tensor):
     """Stands for a scalar on an accelerator: nobody may read it on the host."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         reads = (Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.tolist)
         assert func not in reads, f"{func} waits for the device"
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def unread(scalar: Tensor) -> Tensor:
+def unread(scalar):
     return scalar.clone().as_subclass(Unread)
 
 
@@ -54,11 +53,11 @@ class Copy(NamedTuple):
 class Copies(TorchDispatchMode):
     """Collects what is moved or cast, below transforms and autograd."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[Copy] = []
+        self.seen = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, given = func(*args, **(kwargs or {})), kwargs or {}
         if func is torch.ops.aten._to_copy.default and isinstance(args[0], Tensor):
             away = out.device != args[0].device
@@ -71,21 +70,21 @@ class Copies(TorchDispatchMode):
 class Torchs:
     """A class of ``torch.optim``, on copies of parameters, stepped with given gradients."""
 
-    def __init__(self, cls: type[torch.optim.Optimizer], params: Any, **settings: Any) -> None:
+    def __init__(self, cls, params, **settings):
         self.params = [x.detach().clone().requires_grad_() for x in leaves(params)]
         self.optimizer = cls(self.params, **settings)
 
-    def step(self, grads: Any, lr: float | None = None) -> None:
+    def step(self, grads, lr=None):
         for group in self.optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
         for x, grad in zip(self.params, leaves(grads), strict=True):
             x.grad = grad.to(x.dtype).clone()
         self.optimizer.step()
 
-    def kept(self, name: str) -> list[Tensor]:
+    def kept(self, name):
         return [self.optimizer.state[x][name] for x in self.params]
 
-    def assert_same_params(self, params: Any) -> None:
+    def assert_same_params(self, params):
         assert_trees_bitwise_equal(leaves(params), [x.detach() for x in self.params])
 
 
@@ -121,10 +120,10 @@ class Counted(NamedTuple):
 class Count:
     """A user's gradient map with a state: the n-th gradient is multiplied by n."""
 
-    def init(self, params: Any) -> Counted:
+    def init(self, params):
         return Counted(torch.zeros((), dtype=torch.int64), clones(params))
 
-    def update(self, grads: Any, state: Counted) -> tuple[Any, Counted]:
+    def update(self, grads, state):
         count = state.count + 1
         return optree.tree_map(lambda g: g * count.to(g.dtype), grads), Counted(count, grads)
 
@@ -132,21 +131,21 @@ class Count:
 class Polyak:
     """A user's optimizer, which knows of no flag and no donation."""
 
-    def init(self, params: Any) -> Any:
+    def init(self, params):
         return {"average": clones(params), "count": torch.zeros((), dtype=torch.int64)}
 
-    def apply(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(self, grads, state, params):
         params = optree.tree_map(lambda x, g: x - 0.1 * g, params, grads)
         count = state["count"] + 1
         average = optree.tree_map(lambda a, x: a + (x - a) / count, state["average"], params)
         return params, {"average": average, "count": count}
 
 
-def by_name(path: str) -> str:
+def by_name(path):
     return "bias" if path.endswith("b") else "rest"
 
 
-KINDS: dict[str, Callable[[], Any]] = {
+KINDS = {
     "sgd": lambda: pa.sgd(0.1),
     "momentum": lambda: pa.sgd(0.1, 0.9, 0.5, 0.1),
     "fused momentum": lambda: pa.sgd(0.1, 0.9, 0.5, 0.1, fused=True),
@@ -167,12 +166,12 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-def make_optimizer(kind: str) -> Any:
+def make_optimizer(kind):
     """As ``make_step`` takes it: a user's own is made to know the flag and donation."""
     made = KINDS[kind]()
     return made if hasattr(made, "_fields") else pa.chain(made)
 
 
-def make_params(seed: int = 0) -> Any:
+def make_params(seed=0):
     random = torch.Generator().manual_seed(seed)
     return {"w": normal((3, 2), random), "b": normal((), random), "in": [normal((4,), random)]}

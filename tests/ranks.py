@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -58,11 +57,11 @@ class End(NamedTuple):
     failure: str = ""
 
 
-def on_ranks(*worlds: int) -> Callable[[Any], Any]:
+def on_ranks(*worlds):
     """Run a test function in groups of so many processes; it is given its rank and the world."""
 
-    def decorated(test: Any) -> Any:
-        def run(world: int) -> None:
+    def decorated(test):
+        def run(world):
             ends = run_on_ranks(world, partial(_test, test.__module__, test.__name__))
             failed = [end.failure for end in ends if end.failure]
             assert not failed, "\n\n".join(failed)
@@ -78,7 +77,7 @@ def on_ranks(*worlds: int) -> Callable[[Any], Any]:
     return decorated
 
 
-def in_step(share: float = 3 / 4, fewest: int = 25) -> settings:
+def in_step(share=3 / 4, fewest=25):
     """Settings of a property that all ranks check together, with a share of the examples."""
     return settings(
         examples(share, fewest),
@@ -92,56 +91,51 @@ def in_step(share: float = 3 / 4, fewest: int = 25) -> settings:
 class Exchanges(TorchDispatchMode):
     """What this rank asks its group for: each operation, with the shapes and dtypes of tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[tuple[str, Any]] = []
+        self.seen = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.seen.append((func.__name__, [_looks(x) for x in args]))
         return func(*args, **(kwargs or {}))
 
 
-def _looks(x: Any) -> Any:
+def _looks(x):
     if isinstance(x, (list, tuple)):
         return [_looks(each) for each in x]
     return (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None
 
 
 @contextmanager
-def exchanging_alike() -> Iterator[list[tuple[str, Any]]]:
+def exchanging_alike():
     """Check that all ranks exchange the same inside, in one order; yields what this one does."""
     with Exchanges() as exchanges:
         yield exchanges.seen
-    of_all: list[Any] = [None] * dist.get_world_size()
+    of_all = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, exchanges.seen)
     for n, each in enumerate(zip_longest(*of_all)):
         assert all(x == each[0] for x in each), (n, each)
 
 
-def cases_on_ranks(world: int, cases: Mapping[str, Callable[[], object]]) -> Outcomes:
+def cases_on_ranks(world, cases):
     """Call all cases on every rank, one after the other; of a rank that dies, all have failed."""
     ends = run_on_ranks(world, partial(_cases, dict(cases)))
     return {name: [end.failure or end.returned[name] for end in ends] for name in cases}
 
 
-def run_on_ranks(
-    world: int,
-    call: Callable[[int, int], Any],
-    timeout: float = TIMEOUT,
-    backend: str = "gloo",
-) -> list[End]:
+def run_on_ranks(world, call, timeout=TIMEOUT, backend="gloo"):
     """Call ``call(rank, world)``, a function of a module or a partial of one, on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         ends = [_context.Pipe(duplex=False) for _ in range(world)]
-        ranks: list[Any] = []
+        ranks = []
         for rank, (_, writer) in enumerate(ends):
             args = rank, world, folder, call, timeout, backend, writer
             ranks.append(_context.Process(target=_serve, args=args, daemon=True))
             with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # threads are not to be forked
                 ranks[-1].start()
             writer.close()
-        told: list[End] = []
+        told = []
         deadline = time.monotonic() + PATIENCE
         for process, (reader, _) in zip(ranks, ends, strict=True):
             try:
@@ -157,9 +151,7 @@ def run_on_ranks(
         return told
 
 
-def _serve(
-    rank: int, world: int, folder: str, call: Any, timeout: float, backend: str, writer: Any
-) -> None:
+def _serve(rank, world, folder, call, timeout, backend, writer):
     try:
         import tests.conftest  # noqa: F401  # the profile of hypothesis, and one thread
 
@@ -178,13 +170,13 @@ def _serve(
     os._exit(0)
 
 
-def _test(module: str, name: str, rank: int, world: int) -> None:
+def _test(module, name, rank, world):
     __import__(module)
     getattr(sys.modules[module], name).in_rank(rank=rank, world=world)
 
 
-def _cases(cases: Mapping[str, Callable[[], object]], rank: int, world: int) -> dict[str, str]:
-    told: dict[str, str] = {}
+def _cases(cases, rank, world):
+    told = {}
     for name, case in cases.items():
         torch.manual_seed(0)
         try:

@@ -1,7 +1,7 @@
 """What a refusal has to be, and the public functions that may refuse."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,44 +17,44 @@ from tests.dropped import is_dropped
 
 PACKAGE = Path(pa.__file__).parent
 Tensors = dict[str, Tensor]
-PARAMS: Tensors = {"b": torch.tensor(1.0), "w": torch.tensor([1.0, -2.0])}
+PARAMS = {"b": torch.tensor(1.0), "w": torch.tensor([1.0, -2.0])}
 
 
 class Old(torch.autograd.Function):
     """A Function as they were before setup_context, which torch.func refuses."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, grad):
         return 2 * grad
 
 
 class Loss:
     """Counts its calls."""
 
-    def __init__(self, func: Callable[..., Any]) -> None:
+    def __init__(self, func):
         self.func, self.calls = func, 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args):
         self.calls += not is_dropped()
         return self.func(*args)
 
 
-def squares(params: Tensors, batch: Any) -> Tensor:
+def squares(params, batch):
     return ((batch["x"] @ params["w"] + params["b"]) ** 2).mean()
 
 
-def make_batch(rows: int = 4) -> Tensors:
+def make_batch(rows=4):
     return {"x": torch.arange(2.0 * rows).reshape(rows, 2)}
 
 
-def saying(error: type[Exception], *words: str) -> Any:
+def saying(error, *words):
     """``pytest.raises``, for an error that holds all words whatever lies between them."""
 
-    def holds(raised: BaseException) -> bool:
+    def holds(raised):
         missing = [word for word in words if word not in str(raised)]
         assert not missing, f"{missing} not in {raised}"
         return True
@@ -63,9 +63,7 @@ def saying(error: type[Exception], *words: str) -> Any:
 
 
 @contextmanager
-def refused(
-    error: type[Exception], *words: str, given: Any = (), loss: Loss | None = None, calls: int = 0
-) -> Iterator[None]:
+def refused(error, *words, given=(), loss=None, calls=0):
     """An error of the package's own, with these words, after so many calls; nothing has changed."""
     with unchanged(given), saying(error, *words) as caught:
         yield
@@ -82,8 +80,8 @@ class Receiver(NamedTuple):
     batch: str
 
 
-def _update(donate: bool) -> Callable[..., Any]:
-    def run(loss: Any, params: Any, batch: Any, **knobs: Any) -> Any:
+def _update(donate):
+    def run(loss, params, batch, **knobs):
         """Into a state that is not empty, and that an error leaves as it is."""
         acc = pa.accumulator(loss, **knobs)
         started = pa.accumulator(squares)
@@ -96,7 +94,7 @@ def _update(donate: bool) -> Callable[..., Any]:
 
 
 @contextmanager
-def _unchanged_if_refused(state: pa.AccumState) -> Iterator[None]:
+def _unchanged_if_refused(state):
     before = pa.accumulator(squares).merge(state, pa.accumulator(squares).init(PARAMS))
     try:
         yield
@@ -128,11 +126,11 @@ RECEIVERS = {
 }
 
 
-def receivers_but(*names: str) -> dict[str, Receiver]:
+def receivers_but(*names):
     return {name: to for name, to in RECEIVERS.items() if name not in names}
 
 
-def receivers(*but: str) -> Any:
+def receivers(*but):
     """Parametrize over all receivers but some."""
     to = receivers_but(*but)
     return pytest.mark.parametrize("to", to.values(), ids=to)

@@ -1,17 +1,14 @@
 """One state of every kind that the package makes, with numbers in it."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from tests import optimizers
 from tests.draws import generator
 
 
-def batch_of(rows: int, seed: int = 0) -> dict[str, Tensor]:
+def batch_of(rows, seed=0):
     random = generator(seed)
     return {
         "x": torch.randn(rows, 3, generator=random),
@@ -24,14 +21,14 @@ with torch.random.fork_rng(devices=[]):
     FN = pa.functional(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
 
 
-def dropped(params: Any, batch: Any, buffers: Any, keys: Tensor) -> Any:
+def dropped(params, batch, buffers, keys):
     """BatchNorm, and dropout by the row."""
     out, new = FN.apply(params, buffers, batch["x"])
     out = pa.dropout(out, 0.25, keys)
     return ((out - batch["y"]) ** 2).mean(), new
 
 
-def full_step(**knobs: Any) -> Any:
+def full_step(**knobs):
     """A step with everything that a state may hold."""
     return pa.make_step(
         dropped,
@@ -47,42 +44,42 @@ def full_step(**knobs: Any) -> Any:
     )
 
 
-def first_state(step: Any) -> pa.TrainState:
+def first_state(step):
     return step.init(FN.params, FN.buffers, seed=7)
 
 
-def a_row(w: Any, x: Any) -> Tensor:
+def a_row(w, x):
     return ((x["x"] @ w - x["y"]) ** 2).mean()
 
 
-def _trained() -> pa.TrainState:
+def _trained():
     step = full_step()
     return step(first_state(step), batch_of(10))[0]
 
 
-def _window() -> Any:
+def _window():
     step = full_step()
     state = first_state(step)
     return step.update(state, step.begin(state), batch_of(3))
 
 
-def _half_full(**knobs: Any) -> pa.AccumState:
+def _half_full(**knobs):
     acc, w = pa.accumulator(a_row, **knobs), torch.ones(3, 2)
     return acc.update(acc.init(w), w, batch_of(3))
 
 
-def _of_samples(reduce: str) -> pa.AccumState:
+def _of_samples(reduce):
     acc, w = pa.per_sample_accumulator(a_row, chunk_size=2, reduce=reduce), torch.ones(3, 2)
     return acc.update(acc.init(w), w, batch_of(3))
 
 
-def _optimized(kind: str) -> Any:
+def _optimized(kind):
     optimizer, params = optimizers.make_optimizer(kind), optimizers.make_params()
     grads = optimizers.make_params(1)
     return optimizer.apply(grads, optimizer.init(params), params)
 
 
-def _noisy() -> Any:
+def _noisy():
     step = pa.make_step(a_row, pa.sgd(0.1), microbatch_size=2, noise=True)
     running = pa.running_noise_scale()
     state = step.init(torch.ones(3, 2))
@@ -91,17 +88,17 @@ def _noisy() -> Any:
     return {"info": info, "averages": averages, "scale": running.read(averages)}
 
 
-def _plateau() -> Any:
+def _plateau():
     falling = pa.plateau(0.5, patience=0, cooldown=3)
     return falling.update(falling.update(falling.init(), 1.0), 2.0)
 
 
-def _averaged() -> Any:
+def _averaged():
     average, tree = pa.ema(0.9), {"params": FN.params, "buffers": FN.buffers}
     return average.update(average.init(tree), tree)
 
 
-STATES: dict[str, Callable[[], Any]] = {
+STATES = {
     "first": lambda: first_state(full_step()),
     "trained": _trained,
     "window": _window,

@@ -1,12 +1,9 @@
 """Parametrizations that are smaller than the product of their tables."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
 
-def each_once(names: str, *tables: Mapping[str, Any]) -> pytest.MarkDecorator:
+def each_once(names, *tables):
     """As many cases as the longest table has entries; every entry of every table is in one.
 
     For tables whose entries matter one by one: what is refused, say, and the doors at which one and
