@@ -175,7 +175,7 @@ def _apply(
     """Call the module with these tensors; returns what it returned, and its new buffers."""
     compiling = torch.compiler.is_dynamo_compiling()
     if compiling:
-        _check_compiled(places, names, whole, params, buffers)
+        _check_call(places, names, params, buffers, whole)
     else:
         # Unnoticed by the modes around the call: nothing is computed here, and one that puts in
         # other tensors would do so for the module's own.
@@ -235,18 +235,14 @@ def _missing_buffer(names: Names, buffers: Any) -> ValueError:
     )
 
 
-def _check_compiled(
-    places: Places, names: Names, whole: WholeBatch | None, params: Any, buffers: Any
+def _check_call(
+    places: Places, names: Names, params: Any, buffers: Any, compiled: WholeBatch | None = None
 ) -> None:
-    _check_call(places, names, params, buffers)
-    if whole is not None and whole.group is not None:
-        group_of(whole.group)  # raises: no graph reaches other ranks
-
-
-def _check_call(places: Places, names: Names, params: Any, buffers: Any) -> None:
     """Check what ``apply`` is given, and that what is trained or frozen was so from the start."""
     _check(params, names.params, places, "params")
     _check(buffers, names.buffers, places, "buffers")
+    if compiled is not None and compiled.group is not None:
+        group_of(compiled.group)  # raises: no graph reaches other ranks
     for name, x, required in zip(names.params, names.own, names.required, strict=True):
         if x.requires_grad != required:
             was, now = ("trained", "frozen") if required else ("frozen", "trained")
