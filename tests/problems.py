@@ -28,7 +28,7 @@ def fits(w, x):
 
 
 def end(z):
-    """A number of which each depends on all rows, in any program of rows."""
+    """One number that couples all rows."""
     return (z @ z.T).sin().sum()
 
 
