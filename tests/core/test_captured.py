@@ -20,7 +20,7 @@ from pureaccum.testing.strategies import seeds
 from tests.core.derivatives import DERIVATIVES, FACTORS
 from tests.draws import examples
 from tests.dropped import is_dropped
-from tests.problems import ROOT, end, function, leaf, normal, pulled
+from tests.problems import ROOT, Around, end, function, leaf, normal, pulled
 from tests.refusals import saying
 
 
@@ -171,21 +171,17 @@ def test_a_captured_tensor_has_its_derivatives(body, size, where, seed):
         assert want.norm() > 0
 
 
-class Network(nn.Module):
+def network(cut):
     """Its MLP is cut inside of ``forward``, and called twice."""
 
-    def __init__(self, cut):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(3, 4)
-        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-        self.cut = cut
-        self.double()
-
-    def forward(self, x):
-        mlp = pa.microbatch(self.mlp, microbatch_size=2, batch_argnums=0) if self.cut else self.mlp
-        h = self.first(x)
+    def run(x, first, mlp):
+        mlp = pa.microbatch(mlp, microbatch_size=2, batch_argnums=0) if cut else mlp
+        h = first(x)
         return (h + mlp(mlp(h))).tanh()
+
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    return Around(run, nn.Linear(3, 4), mlp).double()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +197,7 @@ class Network(nn.Module):
 def test_a_part_of_a_network_is_cut_inside_of_it(around, by):
     x, results = normal(ROWS, 3), []
     for cut in (True, False):
-        net = Network(cut)
+        net = network(cut)
         fn = pa.functional(net)
         sizes = [p.numel() for p in fn.params.values()]
 

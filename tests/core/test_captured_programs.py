@@ -95,18 +95,6 @@ class Doubled(torch.autograd.Function):
         return g * 2
 
 
-class Momentum(nn.Module):
-    """Of which a method is cut that does not use its queue."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-        self.register_buffer("queue", torch.zeros(3))
-
-    def features(self, x):
-        return self.net(x)
-
-
 def hooked(cut, register):
     """What a hook of a parameter sees, and how often."""
     net, came = network(), []
@@ -401,7 +389,10 @@ class Programs:
         return between(cut, nn.Sequential(network(), nn.Dropout()).eval(), nn.Module.train)
 
     def a_write_to_what_it_does_not_use(cut):
-        return between(cut, Momentum(), lambda it: it.queue.add_(1), lambda it: it.features)
+        """A queue of the module whose method is cut."""
+        net = network()
+        net.register_buffer("queue", torch.zeros(3))
+        return between(cut, net, lambda net: net.queue.add_(1), lambda net: net.forward)
 
 
 PROGRAMS = {name.replace("_", " "): f for name, f in vars(Programs).items() if callable(f)}
