@@ -14,7 +14,6 @@ def _gradients(loss_fn, params, part):
 
 def _averaged(loss_fn, params, parts):
     """Sums of the rows, divided once."""
-    parts = list(parts)
     rows = [len(part["x"]) for part in parts]
     grads = [_gradients(loss_fn, params, part) for part in parts]
     return {k: sum(n * g[k] for n, g in zip(rows, grads, strict=True)) / sum(rows) for k in params}
@@ -22,7 +21,6 @@ def _averaged(loss_fn, params, parts):
 
 def _backward(loss_fn, params, parts, zero, divide):
     """What most people write."""
-    parts = list(parts)
     leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
     optimizer = torch.optim.SGD(leaves.values())
     for part in parts:
@@ -45,7 +43,6 @@ def _undivided(loss_fn, params, parts):
 
 
 def _without_the_tail(loss_fn, params, parts):
-    parts = list(parts)
     most = max(len(part["x"]) for part in parts)
     return _averaged(loss_fn, params, [part for part in parts if len(part["x"]) == most])
 
@@ -53,7 +50,6 @@ def _without_the_tail(loss_fn, params, parts):
 def _clipped_one_by_one(loss_fn, params, parts):
     """The clipping that belongs behind the loop."""
     scaled = []
-    parts = list(parts)
     rows = [len(part["x"]) for part in parts]
     for part in parts:
         grads = _gradients(loss_fn, params, part)
@@ -66,59 +62,16 @@ def _square(params, batch):
     return (affine(params, batch["x"]) - batch["y"]).square().mean()
 
 
-@fits(loop=_averaged)
-def a_loop(dtype):
-    return _square, *linear(dtype)
-
-
-@fails("gradients zeroed", loop=_zeroing)
-def loop_that_zeroes(dtype):
-    return _square, *linear(dtype)
-
-
-@fails("mean of means", loop=_mean_of_means)
-def loop_of_means(dtype):
-    return _square, *linear(dtype)
-
-
-@fails("mean as sum", loop=_undivided)
-def loop_that_does_not_divide(dtype):
-    return _square, *linear(dtype)
-
-
-@fails("tail dropped", loop=_without_the_tail)
-def loop_without_the_tail(dtype):
-    return _square, *linear(dtype)
-
-
-@fails("wrong weights", loop=_clipped_one_by_one)
-def loop_that_clips(dtype):
-    return _square, *linear(dtype)
-
-
 def _twice_divided(loss_fn, params, parts):
-    parts = list(parts)
     return {k: g / len(parts) for k, g in _averaged(loss_fn, params, parts).items()}
 
 
-@fails("factor", loop=_twice_divided)
-def loop_that_divides_twice(dtype):
-    return _square, *linear(dtype)
-
-
 def _first_one_twice(loss_fn, params, parts):
-    parts = list(parts)
     return _averaged(loss_fn, params, [parts[0], *parts])
-
-
-@fails("wrong weights", loop=_first_one_twice)
-def loop_that_counts_one_twice(dtype):
-    return _square, *linear(dtype)
 
 
 def _training(loss_fn, params, parts):
     """A step after every microbatch, and the gradients of all of them."""
-    parts = list(parts)
     params, total = dict(params), {k: torch.zeros_like(p) for k, p in params.items()}
     for part in parts:
         for k, g in _gradients(loss_fn, params, part).items():
@@ -127,19 +80,9 @@ def _training(loss_fn, params, parts):
     return total
 
 
-@fails("unknown", loop=_training)
-def loop_that_trains(dtype):
-    return _square, *linear(dtype)
-
-
 def _noisy(loss_fn, params, parts):
     grads = _averaged(loss_fn, params, parts)
     return {k: g + 0.01 * torch.randn(g.shape) for k, g in grads.items()}
-
-
-@fails("randomness", loop=_noisy)
-def loop_that_draws(dtype):
-    return _square, *linear(dtype)
 
 
 _held = {}
@@ -152,7 +95,29 @@ def _never_zeroing(loss_fn, params, parts):
     return dict(_held)
 
 
-@fails("state", loop=_never_zeroing)
-def loop_that_never_zeroes(dtype):
-    _held.clear()
-    return _square, *linear(dtype)
+LOOPS = {
+    "a_loop": ("", _averaged),
+    "loop_that_zeroes": ("gradients zeroed", _zeroing),
+    "loop_of_means": ("mean of means", _mean_of_means),
+    "loop_that_does_not_divide": ("mean as sum", _undivided),
+    "loop_without_the_tail": ("tail dropped", _without_the_tail),
+    "loop_that_clips": ("wrong weights", _clipped_one_by_one),
+    "loop_that_divides_twice": ("factor", _twice_divided),
+    "loop_that_counts_one_twice": ("wrong weights", _first_one_twice),
+    "loop_that_trains": ("unknown", _training),
+    "loop_that_draws": ("randomness", _noisy),
+    "loop_that_never_zeroes": ("state", _never_zeroing),
+}
+
+
+def _recipe(name):
+    def recipe(dtype):
+        _held.clear()
+        return _square, *linear(dtype)
+
+    recipe.__name__ = name
+    return recipe
+
+
+for name, (kind, loop) in LOOPS.items():
+    (fails(kind, loop=loop) if kind else fits(loop=loop))(_recipe(name))
