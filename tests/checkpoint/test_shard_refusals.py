@@ -177,6 +177,10 @@ def piece(x, at, whole=(8, 3)):
     return {"tree['w']": (Piece(x.dtype, tuple(x.shape), whole, starts, (3, 1)), x)}
 
 
+# As for all tests on ranks: more than two are for the profiles that run everything.
+worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+
 def on_ranks(world, func, folder):
     """What a function returns on each of so many ranks."""
     ends = run_on_ranks(world, partial(func, str(folder)))
@@ -271,7 +275,7 @@ def loads_damaged(folder, rank, world):
     return told
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds
 def test_an_error_on_one_rank_is_one_on_all(run, world):
     for told in on_ranks(world, loads_damaged, run.parent):
         for said, (shard, _) in zip(told, DAMAGES, strict=True):
@@ -289,7 +293,7 @@ def holds_another_tree(folder, rank, world):
     return told
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds
 def test_ranks_that_hold_another_tree_all_raise(tmp_path, world):
     told, *others = on_ranks(world, holds_another_tree, tmp_path)
     number, tensor, leaf = told
@@ -326,7 +330,7 @@ def dies_in_a_save(folder, rank, world):
     assert "was not loaded. Another rank has died" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds
 def test_after_a_rank_died_in_a_save_the_others_raise(tmp_path, world):
     """The others hear of it; nothing of the save is there, and what was before is whole."""
     *others, last = run_on_ranks(world, partial(dies_in_a_save, str(tmp_path)))
@@ -352,7 +356,7 @@ def full_on_one(folder, rank, world):
     return "saved"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds
 def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path, world):
     pytest.importorskip("resource", reason="Windows has no such limits")
     *others, last = on_ranks(world, full_on_one, tmp_path)

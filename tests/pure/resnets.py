@@ -61,6 +61,10 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
+def resnet10(width, classes=10):
+    return ResNet(basic, [1, 1, 1, 1], width, classes)
+
+
 def resnet18(width):
     return ResNet(basic, [2, 2, 2, 2], width)
 

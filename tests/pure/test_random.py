@@ -203,27 +203,26 @@ def everything(k, x):
     return [key(-7), dropout(x, 0.3, k), dropout(x, 0.3, rows), *(d(k) for d in DRAWS.values())]
 
 
-@pytest.mark.slow
-def test_draws_compile_into_one_graph():
-    torch.compiler.reset()
-    k, x = key(2**40 + 9), torch.arange(12.0).reshape(4, 3)
-    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
-    assert_trees_bitwise_equal(compiled(k, x), everything(k, x))
-
-
-@pytest.mark.slow
-def test_draws_under_vmap_compile_into_one_graph():
-    torch.compiler.reset()
-
+def mapped(k, x):
     def draw(k, x):
         return dropout(x, 0.3, fold_in(k, torch.arange(len(x)))), normal(split_key(k)[1], (3,))
 
-    def mapped(k, x):
-        return torch.func.vmap(draw)(split_key(k), torch.stack((x, -x)))
+    return torch.func.vmap(draw)(split_key(k), torch.stack((x, -x)))
 
-    k, x = key(2**40 + 9), torch.arange(12.0).reshape(4, 3)
-    compiled = torch.compile(mapped, fullgraph=True, backend="aot_eager")
-    assert_trees_bitwise_equal(compiled(k, x), mapped(k, x))
+
+COMPILED = {
+    "all draws": (everything, torch.arange(12.0).reshape(4, 3), "aot_eager"),
+    "under vmap": (mapped, torch.arange(12.0).reshape(4, 3), "aot_eager"),
+    "by inductor": (lambda k, x: dropout(x, 0.3, k), torch.arange(1.0, 1001.0), "inductor"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("draw", "x", "backend"), COMPILED.values(), ids=COMPILED)
+def test_draws_compile_into_one_graph(draw, x, backend):
+    torch.compiler.reset()
+    compiled, k = torch.compile(draw, fullgraph=True, backend=backend), key(2**40 + 9)
+    assert_trees_bitwise_equal(compiled(k, x), draw(k, x))
 
 
 def test_one_graph_for_sizes_and_steps_that_change():
@@ -235,15 +234,6 @@ def test_one_graph_for_sizes_and_steps_that_change():
     compiled = torch.compile(draw, fullgraph=True, backend="aot_eager", dynamic=True)
     for step, rows in ((3, 2), (4, 5), (2**40, 7)):
         assert_trees_bitwise_equal(compiled(key(0), step, rows), draw(key(0), step, rows))
-
-
-@pytest.mark.slow
-def test_by_inductor_dropout_has_the_bits_of_eager_code():
-    torch.compiler.reset()
-
-    k, x = key(2**40 + 9), torch.arange(1.0, 1001.0)
-    compiled = torch.compile(lambda k, x: dropout(x, 0.3, k), fullgraph=True)
-    assert_trees_bitwise_equal(compiled(k, x), dropout(x, 0.3, k))
 
 
 @pytest.mark.cuda

@@ -60,7 +60,7 @@ def test_threads_get_the_gradients_of_their_own_parameters():
 def test_threads_that_trace_at_once_leave_torch_as_it_was():
     """Each of them in a mode of its own thread."""
     before = nn.Module.__call__, nn.Module.__getattr__
-    modules = [resnets.resnet18(2) for _ in range(4)]
+    modules = [resnets.resnet10(2) for _ in range(4)]
     images = torch.randn(4, 3, 8, 8, generator=generator(1))
 
     def run(module):
@@ -75,7 +75,7 @@ def test_threads_that_trace_at_once_leave_torch_as_it_was():
 
 def test_other_threads_call_modules_while_one_is_traced():
     """The one that is traced among them, and its parts."""
-    module = resnets.resnet18(2)
+    module = resnets.resnet10(2)
     images = torch.randn(4, 3, 8, 8, generator=generator(1))
     part, plain = module.blocks[0].convs[0], nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     weight, h = part.weight, torch.randn(2, 2, 4, 4, generator=generator(2))
