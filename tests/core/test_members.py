@@ -94,23 +94,18 @@ def test_a_stream_of_stacked_states_is_that_of_its_members(seed, loss, size, poi
     parts = [[make_batch(seed + 10 * i + j, size) for i in range(MEMBERS)] for j in range(4)]
     parts[poisoned][bad]["y"] = torch.full((size, 2), torch.inf)
 
-    states = [acc.init(params) for params in several]
-    others = states
+    states = others = [acc.init(params) for params in several]
+    params = stacked(several)
+    state = other = vmap(acc.init)(params)
     for part in parts:
         states = [acc.update(s, p, b) for s, p, b in zip(states, several, part, strict=True)]
-    merged = [acc.merge(a, b) for a, b in zip(states, others, strict=True)]
-
-    params = stacked(several)
-    other = vmap(acc.init)(params)
-    state = vmap(acc.init)(params)
-    for part in parts:
         state = vmap(acc.update)(state, params, stacked(part))
     assert_trees_bitwise_equal(state, stacked(states))
+    merged = [acc.merge(a, b) for a, b in zip(states, others, strict=True)]
     state = vmap(acc.merge)(state, other)
     assert_trees_bitwise_equal(state, stacked(merged))
-    assert_trees_bitwise_equal(
-        vmap(acc.finalize)(state), stacked([acc.finalize(s) for s in merged])
-    )
+    final = [acc.finalize(s) for s in merged]
+    assert_trees_bitwise_equal(vmap(acc.finalize)(state), stacked(final))
     assert state.skipped[bad] == (loss.weight(parts[poisoned][bad]) != 0)
 
 

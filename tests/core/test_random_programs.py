@@ -182,8 +182,7 @@ def steps(size, count):
     def by_hand(p):
         w, momentum = W, torch.zeros_like(W)
         for _ in range(count):
-            g = grad(loss)(w, X, p[0])
-            momentum = 0.5 * momentum + g
+            momentum = 0.5 * momentum + grad(loss)(w, X, p[0])
             w = w - 0.1 * momentum
         return (w * w).sum()
 
