@@ -1,15 +1,13 @@
 """Clipping, chains and partitions beside what torch does with the same gradients."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -21,12 +19,12 @@ from tests.optimizers import Count, Polyak, Torchs, by_name, clones, leaves, mak
 pytestmark = pytest.mark.laws
 
 
-def clipped_by_torch(grads: list[Tensor], max_norm: float, foreach: bool) -> list[Tensor]:
+def clipped_by_torch(grads, max_norm, foreach):
     params = [torch.zeros_like(g).requires_grad_() for g in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()
     nn.utils.clip_grad_norm_(params, max_norm, foreach=foreach)
-    return [param.grad for param in params]  # pyright: ignore
+    return [param.grad for param in params]
 
 
 # Clipping -------------------------------------------------------------------------------
@@ -40,9 +38,7 @@ def clipped_by_torch(grads: list[Tensor], max_norm: float, foreach: bool) -> lis
     st.booleans(),
     st.booleans(),
 )
-def test_clipping_has_the_bits_of_torch(
-    tree: Any, dtype: Any, max_norm: float, seed: int, foreach: bool, donate: bool
-) -> None:
+def test_clipping_has_the_bits_of_torch(tree, dtype, max_norm, seed, foreach, donate):
     random = generator(seed)
     grads = optree.tree_map(lambda x: normal(x.shape, random, dtype), tree)
     want = clipped_by_torch(leaves(grads), max_norm, foreach)
@@ -54,13 +50,13 @@ def test_clipping_has_the_bits_of_torch(
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_clipping_of_zero_inf_and_nan_is_torchs(value: float, foreach: bool) -> None:
+def test_clipping_of_zero_inf_and_nan_is_torchs(value, foreach):
     grads = [torch.full((3,), value), torch.ones(2) * (value == value)]
     got, _ = pa.clip_by_global_norm(0.5).update(grads, ())
     assert_trees_bitwise_equal(got, clipped_by_torch(grads, 0.5, foreach))
 
 
-def test_the_norm_is_that_of_all_leaves() -> None:
+def test_the_norm_is_that_of_all_leaves():
     """And gradients below it keep their bits."""
     grads = {"a": torch.tensor([3.0]), "b": [torch.tensor(4.0), torch.zeros(0)]}
     assert pa.global_norm(grads) == 5.0
@@ -71,7 +67,7 @@ def test_the_norm_is_that_of_all_leaves() -> None:
     assert pa.global_norm(got) < 1.0
 
 
-def test_clipping_goes_through_transforms() -> None:
+def test_clipping_goes_through_transforms():
     """vmap: a norm for each member; grad: through the norm."""
     clip = pa.clip_by_global_norm(1.0)
     grads = {"w": torch.randn(4, 3) * torch.tensor([[0.01], [0.1], [1.0], [10.0]])}
@@ -89,20 +85,20 @@ def test_clipping_goes_through_transforms() -> None:
 class Times:
     """A map without a state."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor):
         self.factor = factor
 
-    def init(self, params: Any) -> Any:
+    def init(self, params):
         return ()
 
-    def update(self, grads: Any, state: Any) -> Any:
+    def update(self, grads, state):
         return optree.tree_map(lambda g: g * self.factor, grads), state
 
 
-def test_maps_come_one_after_the_other_and_then_the_optimizer() -> None:
+def test_maps_come_one_after_the_other_and_then_the_optimizer():
     params, grads = torch.zeros(2), torch.tensor([3.0, 4.0])
     clip, double = pa.clip_by_global_norm(1.0), Times(2.0)
-    cases: list[tuple[Any, Any]] = [
+    cases = [
         ((clip, double), 2.0 * clip.update(grads, ())[0]),
         ((double, clip), clip.update(2.0 * grads, ())[0]),
         ((double, double), 4.0 * grads),
@@ -116,7 +112,7 @@ def test_maps_come_one_after_the_other_and_then_the_optimizer() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.booleans(), seeds())
-def test_a_chain_is_its_parts_by_hand(flags: list[bool], donate: bool, seed: int) -> None:
+def test_a_chain_is_its_parts_by_hand(flags, donate, seed):
     """A map's state is taken over only where the step is applied."""
     clip, count, last = pa.clip_by_global_norm(1.0), Count(), pa.adamw(0.1)
     opt, params = pa.chain(clip, count, last), make_params(seed)
@@ -134,7 +130,7 @@ def test_a_chain_is_its_parts_by_hand(flags: list[bool], donate: bool, seed: int
     assert state[1].count == sum(flags)
 
 
-def test_chains_may_hold_chains_and_users_optimizers() -> None:
+def test_chains_may_hold_chains_and_users_optimizers():
     """``chain(a, chain(b, opt))`` is ``chain(a, b, opt)``, whoever made the optimizer."""
     for last in (pa.adam(0.1), Polyak(), pa.from_torch(torch.optim.Adagrad, lr=0.1)):
         flat = pa.chain(Times(3.0), pa.clip_by_global_norm(1.0), last)
@@ -149,7 +145,7 @@ def test_chains_may_hold_chains_and_users_optimizers() -> None:
 
 
 @pytest.mark.parametrize("applied", [None, True, False])
-def test_a_users_own_optimizer_is_called_with_three_arguments(applied: Any) -> None:
+def test_a_users_own_optimizer_is_called_with_three_arguments(applied):
     params, grads = make_params(), make_params(1)
     plain, opt = Polyak(), pa.chain(Polyak())
     state = plain.init(params)
@@ -162,11 +158,11 @@ def test_a_users_own_optimizer_is_called_with_three_arguments(applied: Any) -> N
 # Partitions -----------------------------------------------------------------------------
 
 
-def named(module: nn.Module) -> dict[str, Tensor]:
+def named(module):
     return {name: x.detach().clone() for name, x in module.named_parameters()}
 
 
-GROUPS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], dict[str, Any]]] = {
+GROUPS = {
     "sgd": (pa.sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"lr": 0.5, "momentum": 0.5}),
     "adamw": (pa.adamw, torch.optim.AdamW, {"weight_decay": 0.3}, {"weight_decay": 0.0}),
     "fused": (pa.adam, torch.optim.Adam, {"fused": True}, {"lr": 0.1, "fused": True}),
@@ -176,14 +172,14 @@ GROUPS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], dict[str, Any]]
 @pytest.mark.parametrize("name", GROUPS)
 @examples(1 / 4)
 @given(seeds(), st.booleans())
-def test_a_partition_is_torch_with_groups(name: str, seed: int, donate: bool) -> None:
+def test_a_partition_is_torch_with_groups(name, seed, donate):
     make, cls, rest, bias = GROUPS[name]
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     params = named(module)
     is_bias = lambda path: "bias" if path.endswith("bias") or path.startswith("1.") else "rest"  # noqa: E731
     opt = pa.partition({"rest": make(**rest), "bias": make(**bias)}, is_bias)
-    groups: list[dict[str, Any]] = [
+    groups = [
         {"params": [x for n, x in module.named_parameters() if is_bias(n) == label], **given}
         for label, given in (("rest", rest), ("bias", bias))
     ]
@@ -199,11 +195,11 @@ def test_a_partition_is_torch_with_groups(name: str, seed: int, donate: bool) ->
         assert_trees_bitwise_equal(params, named(module))
 
 
-def test_a_partition_of_partitions_is_one() -> None:
+def test_a_partition_of_partitions_is_one():
     """Inside, a path is that of the whole tree: leaves come as a flat dict from path to leaf."""
-    seen: list[str] = []
+    seen = []
 
-    def inner(path: str) -> str:
+    def inner(path):
         seen.append(path)
         return "slow" if path == "in.0" else "fast"
 
@@ -231,7 +227,7 @@ def test_a_partition_of_partitions_is_one() -> None:
     assert set(seen) == {"in.0", "w"}
 
 
-def test_a_partition_of_one_label_is_the_optimizer_itself() -> None:
+def test_a_partition_of_one_label_is_the_optimizer_itself():
     for opt in (pa.adamw(0.1), pa.from_torch(torch.optim.NAdam, lr=0.1), pa.chain(Polyak())):
         part = pa.partition({"all": opt, "unused": pa.sgd(0.1)}, lambda path: "all")
         params = make_params()
@@ -241,7 +237,7 @@ def test_a_partition_of_one_label_is_the_optimizer_itself() -> None:
         assert part.init(params).keys() == {"all"}
 
 
-def test_a_map_inside_a_partition_sees_its_own_leaves() -> None:
+def test_a_map_inside_a_partition_sees_its_own_leaves():
     """The norm is that of the part."""
     params = {"a": torch.zeros(1), "b": torch.zeros(2)}
     grads = {"a": torch.tensor([100.0]), "b": torch.tensor([0.3, 0.4])}
@@ -252,12 +248,12 @@ def test_a_map_inside_a_partition_sees_its_own_leaves() -> None:
     assert new["a"].item() == pytest.approx(-1.0, abs=1e-6)
 
 
-def test_a_tree_that_is_one_tensor_has_an_empty_path() -> None:
+def test_a_tree_that_is_one_tensor_has_an_empty_path():
     opt = pa.partition({"": pa.sgd(1.0)}, str)
     assert opt.apply(torch.ones(2), opt.init(torch.ones(2)), torch.ones(2))[0].tolist() == [0, 0]
 
 
-def test_partitions_go_through_vmap() -> None:
+def test_partitions_go_through_vmap():
     opt = pa.partition({"bias": pa.sgd(0.1, 0.9), "rest": pa.adam(0.1)}, by_name)
     trees = [make_params(n) for n in range(3)]
     states, grads = [opt.init(x) for x in trees], [make_params(9 + n) for n in range(3)]
@@ -269,7 +265,7 @@ def test_partitions_go_through_vmap() -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_a_partition_serves_classes_of_torch() -> None:
+def test_a_partition_serves_classes_of_torch():
     """One from_torch a label."""
     params, grads = make_params(), make_params(1)
     cls = torch.optim.RMSprop
@@ -282,7 +278,7 @@ def test_a_partition_serves_classes_of_torch() -> None:
         their.assert_same_params({k: new[k] for k in names})
 
 
-def test_a_dict_is_its_keys_and_not_their_order_in_a_graph_too() -> None:
+def test_a_dict_is_its_keys_and_not_their_order_in_a_graph_too():
     """Of gradients and of params, in another order than those that the state was made from."""
     random = generator(0)
     params, grads = (

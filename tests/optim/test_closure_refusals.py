@@ -4,11 +4,9 @@ Functions that give something else than gradients and a value: see optim/test_cl
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 import pureaccum as pa
@@ -24,14 +22,14 @@ MINIMIZERS = {"lbfgs": pa.lbfgs(max_iter=2), "sam": pa.sam(pa.sgd(0.1))}
 BOTH = pytest.mark.parametrize("name", MINIMIZERS)
 
 
-def of_batch(params: Any) -> Any:
+def of_batch(params):
     return fn(params, BATCH)
 
 
 # Settings ----------------------------------------------------------------------------------------
 
 
-SETTINGS: dict[str, tuple[Any, Any, type[Exception], str]] = {
+SETTINGS = {
     "lr below zero": (pa.lbfgs, {"lr": -0.1}, ValueError, "lr is -0.1"),
     "lr no number": (pa.lbfgs, {"lr": "fast"}, TypeError, "lr is 'fast', a str"),
     "no iterations": (pa.lbfgs, {"max_iter": 0}, ValueError, "max_iter is 0; expected an int of"),
@@ -53,19 +51,17 @@ SETTINGS: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("make", "given", "error", "words"), SETTINGS.values(), ids=SETTINGS)
-def test_settings_that_make_no_sense_are_refused(
-    make: Any, given: Any, error: Any, words: str
-) -> None:
+def test_settings_that_make_no_sense_are_refused(make, given, error, words):
     with refused(error, words):
         make(**given)
 
 
-def test_a_rate_that_no_parameter_can_hold_is_refused() -> None:
+def test_a_rate_that_no_parameter_can_hold_is_refused():
     with refused(ValueError, "lr is 1e+300, which params['b'] in torch.float32 cannot hold"):
         pa.lbfgs(1e300).init(PARAMS)
 
 
-def test_torch_s_own_class_leads_to_ours() -> None:
+def test_torch_s_own_class_leads_to_ours():
     with refused(ValueError, "LBFGS cannot be turned", "a closure", "lbfgs takes a function"):
         pa.from_torch(torch.optim.LBFGS)
 
@@ -73,7 +69,7 @@ def test_torch_s_own_class_leads_to_ours() -> None:
 # States ------------------------------------------------------------------------------------------
 
 
-def test_states_of_other_params_and_settings_are_refused_before_any_evaluation() -> None:
+def test_states_of_other_params_and_settings_are_refused_before_any_evaluation():
     opt, func = MINIMIZERS["lbfgs"], Loss(of_batch)
     double = {name: x.double() for name, x in PARAMS.items()}
     others = {
@@ -100,7 +96,7 @@ def test_states_of_other_params_and_settings_are_refused_before_any_evaluation()
 
 
 @BOTH
-def test_numbers_that_no_loss_can_be_are_refused(name: str) -> None:
+def test_numbers_that_no_loss_can_be_are_refused(name):
     opt = MINIMIZERS[name]
     for value, error, words in (
         (torch.tensor(1j), ValueError, "torch.complex64"),
@@ -119,11 +115,11 @@ def test_numbers_that_no_loss_can_be_are_refused(name: str) -> None:
 
 
 @BOTH
-def test_whatever_torch_takes_for_a_number_is_a_value(name: str) -> None:
+def test_whatever_torch_takes_for_a_number_is_a_value(name):
     """Nor does anything warn of a value that has a graph."""
     opt = MINIMIZERS[name]
 
-    def followed(params: Any) -> Any:
+    def followed(params):
         leaves = {name: x.requires_grad_() for name, x in params.items()}
         value = squares(leaves, BATCH)
         grads = torch.autograd.grad(value, [*leaves.values()], create_graph=True)
@@ -140,7 +136,7 @@ def test_whatever_torch_takes_for_a_number_is_a_value(name: str) -> None:
 
 
 @BOTH
-def test_modes_around_a_call_change_nothing(name: str) -> None:
+def test_modes_around_a_call_change_nothing(name):
     opt = MINIMIZERS[name]
     want = opt.apply(of_batch, opt.init(PARAMS), PARAMS)
     with torch.inference_mode():
@@ -153,12 +149,12 @@ def test_modes_around_a_call_change_nothing(name: str) -> None:
 
 
 @BOTH
-def test_gradients_may_be_sparse_and_wider_than_parameters(name: str) -> None:
+def test_gradients_may_be_sparse_and_wider_than_parameters(name):
     opt, params = MINIMIZERS[name], {"w": torch.tensor([[1.0, -2.0], [0.5, 0.0]]).bfloat16()}
     found, seen = [], set()
     for form in (lambda g: g, lambda g: g.to_sparse(), lambda g: g.bfloat16()):
 
-        def func(params: Any, form: Any = form) -> Any:
+        def func(params, form=form):
             seen.add(params["w"].dtype)
             return {"w": form(params["w"].float())}, params["w"].float().square().sum() / 2
 
@@ -170,11 +166,11 @@ def test_gradients_may_be_sparse_and_wider_than_parameters(name: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("bad", [1, 2])
-def test_one_bad_gradient_of_two_is_enough(name: str, bad: int) -> None:
+def test_one_bad_gradient_of_two_is_enough(name, bad):
     """The first one, or the second one, of numbers that do not depend on where they are."""
     calls = []
 
-    def func(params: Any) -> Any:
+    def func(params):
         calls.append(1)
         off = math.nan if len(calls) == bad else 0.0
         return {name: torch.full_like(x, 1.0 + off) for name, x in params.items()}, 1.0
@@ -188,7 +184,7 @@ def test_one_bad_gradient_of_two_is_enough(name: str, bad: int) -> None:
 
 
 @pytest.mark.parametrize(("gap", "lr"), [(1e-23, 1e37), (1e30, 1.0), (1e10, 2e28)])
-def test_pairs_whose_products_no_number_holds_are_not_remembered(gap: float, lr: float) -> None:
+def test_pairs_whose_products_no_number_holds_are_not_remembered(gap, lr):
     """float32: the change of the gradient times itself is zero or infinite, or times the move."""
     slopes = iter([gap, -gap, -gap])
     never = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
@@ -202,7 +198,7 @@ def test_pairs_whose_products_no_number_holds_are_not_remembered(gap: float, lr:
         assert torch.isfinite(x).all()
 
 
-def test_a_rate_that_is_not_finite_is_not_applied_and_one_of_zero_stays() -> None:
+def test_a_rate_that_is_not_finite_is_not_applied_and_one_of_zero_stays():
     params, opt = PARAMS, MINIMIZERS["lbfgs"]
     state = opt.init(params)
     for rate in (math.nan, math.inf):
@@ -221,7 +217,7 @@ def test_a_rate_that_is_not_finite_is_not_applied_and_one_of_zero_stays() -> Non
 # Where there is nothing to look at ---------------------------------------------------------------
 
 
-def test_lbfgs_says_so_under_forward_ad_and_in_graphs() -> None:
+def test_lbfgs_says_so_under_forward_ad_and_in_graphs():
     opt = MINIMIZERS["lbfgs"]
     state, words = opt.init(PARAMS), ("lbfgs cannot run under", "the host reads", "sam can")
     with forward_ad.dual_level():
@@ -235,7 +231,7 @@ def test_lbfgs_says_so_under_forward_ad_and_in_graphs() -> None:
 
 
 @BOTH
-def test_where_gradients_are_handed_out_it_says_what_it_takes(name: str) -> None:
+def test_where_gradients_are_handed_out_it_says_what_it_takes(name):
     opt = MINIMIZERS[name]
     words = f"func is a dict; {name} expects a function", "make_step, chain and partition"
     for of in (opt, pa.chain(pa.clip_by_global_norm(1.0), opt)):
@@ -262,8 +258,8 @@ WALLS = {
 }
 
 
-def behind(func: Any) -> Any:
-    def walled(x: Tensor) -> Any:
+def behind(func):
+    def walled(x):
         grads, value = func(x)
         return torch.where(x.abs().max() > 1.5, math.nan, grads), value
 
@@ -272,14 +268,14 @@ def behind(func: Any) -> Any:
 
 @pytest.mark.parametrize("wall", WALLS)
 @pytest.mark.parametrize("lr", [1.0, 100.0])
-def test_a_search_stays_where_the_function_is_finite(wall: str, lr: float) -> None:
+def test_a_search_stays_where_the_function_is_finite(wall, lr):
     """And goes down with every call, wherever the minimum without the wall would be."""
     for seed in range(5):
         random = torch.Generator().manual_seed(seed)
         a = torch.randn(6, 4, generator=random, dtype=torch.float64)
         y = 3 * torch.randn(6, generator=random, dtype=torch.float64)
 
-        def loss(x: Tensor, a: Tensor = a, y: Tensor = y) -> Tensor:
+        def loss(x, a=a, y=y):
             return ((a @ x - y) ** 2).sum() + WALLS[wall](x)
 
         func = pa.grad_and_value(loss, batch_argnums=(), engine="auto")
@@ -298,10 +294,10 @@ def test_a_search_stays_where_the_function_is_finite(wall: str, lr: float) -> No
         assert values[-1] < values[0]
 
 
-def test_steps_without_a_search_stop_before_a_wall() -> None:
+def test_steps_without_a_search_stop_before_a_wall():
     """The call ends where the function was last finite, and the next one says that it is stuck."""
 
-    def slope(x: Tensor) -> Tensor:
+    def slope(x):
         return x + torch.where(x < -3, math.nan, 0.0)
 
     func = pa.grad_and_value(slope, batch_argnums=(), engine="auto")

@@ -5,8 +5,6 @@ That the steps of ``lbfgs`` are those of torch's class: see optim/test_lbfgs.py.
 
 import math
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,13 +28,13 @@ ROWS = 12
 Tree = dict[str, Tensor]
 
 
-def make_params(seed: int = 0) -> Tree:
+def make_params(seed=0):
     random = generator(seed)
     shapes = {"w1": (3, 5), "b": (5,), "w2": (5, 2), "s": ()}
     return {n: torch.randn(x, generator=random, dtype=torch.float64) for n, x in shapes.items()}
 
 
-def make_batch(seed: int = 0) -> Tree:
+def make_batch(seed=0):
     random = generator(seed + 100)
     return {
         "x": torch.randn(ROWS, 3, generator=random, dtype=torch.float64),
@@ -44,7 +42,7 @@ def make_batch(seed: int = 0) -> Tree:
     }
 
 
-def loss(params: Tree, batch: Tree) -> Tensor:
+def loss(params, batch):
     hidden = torch.tanh(batch["x"] @ params["w1"] + params["b"])
     return ((hidden @ params["w2"] * params["s"] - batch["y"]) ** 2).mean()
 
@@ -53,7 +51,7 @@ BATCH = make_batch()
 fn = pa.grad_and_value(loss, microbatch_size=5, engine="auto")
 
 
-def of_batch(params: Tree) -> Any:
+def of_batch(params):
     return fn(params, BATCH)
 
 
@@ -71,7 +69,7 @@ EACH = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 @EACH
-def test_a_run_that_is_saved_goes_on_as_if_it_had_not_stopped(make: Any, tmp_path: Path) -> None:
+def test_a_run_that_is_saved_goes_on_as_if_it_had_not_stopped(make, tmp_path):
     opt, params = make(), make_params()
     state = opt.init(params)
     for n in range(6):
@@ -86,7 +84,7 @@ def test_a_run_that_is_saved_goes_on_as_if_it_had_not_stopped(make: Any, tmp_pat
 
 
 @EACH
-def test_it_is_pure_and_may_be_given_what_it_takes(make: Any) -> None:
+def test_it_is_pure_and_may_be_given_what_it_takes(make):
     opt, params = make(), make_params()
     params, state = opt.apply(of_batch, opt.init(params), params)
     kept = assert_pure(lambda state, params: opt.apply(of_batch, state, params), state, params)
@@ -94,15 +92,15 @@ def test_it_is_pure_and_may_be_given_what_it_takes(make: Any) -> None:
     donated = opt.apply(of_batch, state, params, donate=True)
     assert_trees_bitwise_equal(donated, kept)
     with pytest.raises(RuntimeError, match="given up with donate=True"):
-        [x + 1 for x in old]  # pyright: ignore
+        [x + 1 for x in old]
 
 
 @EACH
-def test_a_function_that_raises_or_writes_changes_nothing(make: Any) -> None:
+def test_a_function_that_raises_or_writes_changes_nothing(make):
     opt, params, calls = make(), make_params(), []
     state = opt.init(params)
 
-    def raises(params: Tree) -> Any:
+    def raises(params):
         calls.append(1)
         if len(calls) == 2:
             raise KeyError("mine")
@@ -111,7 +109,7 @@ def test_a_function_that_raises_or_writes_changes_nothing(make: Any) -> None:
     with unchanged((params, state)), pytest.raises(KeyError, match="mine"):
         opt.apply(raises, state, params, donate=True)
 
-    def writes(params: Tree) -> Any:
+    def writes(params):
         found = of_batch(params)
         for x in params.values():
             x.zero_()
@@ -125,11 +123,11 @@ def test_a_function_that_raises_or_writes_changes_nothing(make: Any) -> None:
 @EACH
 @pytest.mark.parametrize("what", ["value", "gradient"])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_what_is_not_finite_is_not_applied(make: Any, what: str, number: float) -> None:
+def test_what_is_not_finite_is_not_applied(make, what, number):
     opt, params = make(), make_params()
     params, state = opt.apply(of_batch, opt.init(params), params)
 
-    def bad(params: Tree) -> Any:
+    def bad(params):
         grads, value = of_batch(params)
         if what == "value":
             return grads, value + number
@@ -144,12 +142,12 @@ def test_what_is_not_finite_is_not_applied(make: Any, what: str, number: float) 
 
 
 @pytest.mark.parametrize("make", [pa.lbfgs, lambda: pa.sam(pa.sgd(0.1))], ids=["lbfgs", "sam"])
-def test_errors_name_what_came(make: Any) -> None:
+def test_errors_name_what_came(make):
     opt, params = make(), make_params()
     state = opt.init(params)
     grads, value = of_batch(params)
 
-    def run(*came: Any) -> Any:
+    def run(*came):
         with unchanged((state, params)):
             return opt.apply(lambda params: came[0] if len(came) == 1 else came, state, params)
 
@@ -176,8 +174,8 @@ def test_errors_name_what_came(make: Any) -> None:
 
 @examples(1 / 4)
 @given(st.integers(1, 8), st.integers(0, 2**20), st.booleans())
-def test_calls_of_one_iteration_are_one_call_of_many(n: int, seed: int, search: bool) -> None:
-    of: Any = {"tolerance_grad": 0.0, "tolerance_change": 0.0, "max_eval": 10**6}
+def test_calls_of_one_iteration_are_one_call_of_many(n, seed, search):
+    of = {"tolerance_grad": 0.0, "tolerance_change": 0.0, "max_eval": 10**6}
     of |= {"line_search_fn": "strong_wolfe" if search else None}
     params = make_params(seed)
     one, many = (pa.lbfgs(1.0 if search else 0.05, max_iter=k, **of) for k in (1, n))
@@ -190,7 +188,7 @@ def test_calls_of_one_iteration_are_one_call_of_many(n: int, seed: int, search: 
         assert_trees_bitwise_equal(getattr(later, name), getattr(state, name))
 
 
-def test_what_is_not_remembered_takes_no_memory() -> None:
+def test_what_is_not_remembered_takes_no_memory():
     """A vector of the state takes the memory of one number until it is written, and no other's."""
     opt, params = pa.lbfgs(max_iter=1, history_size=4), make_params()
     size, state = sum(x.numel() for x in params.values()), opt.init(params)
@@ -209,13 +207,13 @@ def test_what_is_not_remembered_takes_no_memory() -> None:
         state = new
 
 
-def test_params_that_stay_have_memory_of_their_own() -> None:
+def test_params_that_stay_have_memory_of_their_own():
     opt, params = pa.lbfgs(), {"w": torch.ones((), dtype=torch.float64).expand(3)}
     came, _ = opt.apply(lambda p: (p, math.nan), opt.init(params), params)
     assert came["w"].add_(torch.arange(3)).tolist() == [1.0, 2.0, 3.0]
 
 
-def test_parameters_without_a_number_stay() -> None:
+def test_parameters_without_a_number_stay():
     opt, params = pa.lbfgs(), {"w": torch.zeros(0).double()}
     came, state = opt.apply(lambda p: (p, 1.0), opt.init(params), params)
     came, state = opt.apply(lambda p: (p, 1.0), state, came)
@@ -224,7 +222,7 @@ def test_parameters_without_a_number_stay() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
-def test_what_is_remembered_is_float32_at_least(dtype: torch.dtype) -> None:
+def test_what_is_remembered_is_float32_at_least(dtype):
     """Of narrow parameters and gradients, and of complex ones twice as many real numbers."""
     params = {"w": torch.arange(6.0).reshape(2, 3).to(dtype), "b": torch.ones((), dtype=dtype)}
     squares = pa.grad_and_value(
@@ -241,12 +239,12 @@ def test_what_is_remembered_is_float32_at_least(dtype: torch.dtype) -> None:
     assert all(((x - 2).abs() <= 2**-6).all() for x in params.values())  # two places of bfloat16
 
 
-def test_where_it_cannot_look_it_says_so() -> None:
+def test_where_it_cannot_look_it_says_so():
     opt, params = pa.lbfgs(), make_params()
     state = opt.init(params)
     words = "lbfgs cannot run under a torch.func transform", "sam can"
 
-    def value(params: Tree) -> Tensor:
+    def value(params):
         return opt.apply(of_batch, state, params)[0]["s"]
 
     with refused(RuntimeError, *words, given=(params, state)):
@@ -256,12 +254,12 @@ def test_where_it_cannot_look_it_says_so() -> None:
 
 
 @on_ranks(2)
-def test_ranks_walk_together(rank: int, world: int) -> None:
+def test_ranks_walk_together(rank, world):
     """Each has some of the rows, and all of them take the steps of one process, bit for bit."""
     acc = pa.accumulator(loss, engine="auto")
     own = {n: x[:8] if rank == 0 else x[8:] for n, x in BATCH.items()}
 
-    def of_ranks(params: Tree) -> Any:
+    def of_ranks(params):
         state = acc.init(params)
         for part in pa.microbatches(own, 4):
             state = acc.update(state, params, part, donate=True)
@@ -282,15 +280,15 @@ def test_ranks_walk_together(rank: int, world: int) -> None:
 # SAM -------------------------------------------------------------------------------------------
 
 
-def uphill(params: Tree, rho: float) -> Tree:
+def uphill(params, rho):
     """As it is written, in plain torch, from the gradient of the full batch."""
     grads, _ = torch.func.grad_and_value(loss)(params, BATCH)
-    norm = torch.sqrt(sum((g**2).sum() for g in grads.values()))  # pyright: ignore
+    norm = torch.sqrt(sum((g**2).sum() for g in grads.values()))
     return {n: x + rho * grads[n] / norm for n, x in params.items()}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_sam_is_a_step_by_the_gradient_uphill(kind: str) -> None:
+def test_sam_is_a_step_by_the_gradient_uphill(kind):
     """Of torch's own classes; to the root of the unit, of the way."""
     make = {
         "sgd": (pa.sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
@@ -313,7 +311,7 @@ def test_sam_is_a_step_by_the_gradient_uphill(kind: str) -> None:
         assert off <= ROOT_OF_UNIT * way
 
 
-def test_sam_without_a_gradient_stays() -> None:
+def test_sam_without_a_gradient_stays():
     """A norm of zero has no direction; and a derivative through it is no NaN."""
     opt, params = pa.sam(pa.sgd(0.5)), {"w": torch.zeros(3).double()}
     squares = pa.grad_and_value(lambda p: p["w"].square().sum(), batch_argnums=())
@@ -325,11 +323,11 @@ def test_sam_without_a_gradient_stays() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: pa.sgd(0.1, momentum=0.9), lambda: pa.adam(0.1)])
-def test_sam_under_transforms(make: Any) -> None:
+def test_sam_under_transforms(make):
     """Members of an ensemble are what each is alone; a derivative is that of differences."""
     opt = pa.sam(make(), rho=0.2)
 
-    def two(params: Tree) -> Tree:
+    def two(params):
         state = opt.init(params)
         for _ in range(2):
             params, state = opt.apply(of_batch, state, params)
@@ -343,7 +341,7 @@ def test_sam_under_transforms(make: Any) -> None:
 
     params, along = make_params(7), make_params(8)
 
-    def at(h: Tensor) -> Tensor:
+    def at(h):
         moved = {n: x + h * along[n] for n, x in params.items()}
         return loss(two(moved), BATCH)
 
@@ -354,7 +352,7 @@ def test_sam_under_transforms(make: Any) -> None:
     assert abs(derivative - d2) <= abs(d1 - d2) + 1e-9 * abs(d2)
 
 
-def test_a_member_that_is_not_finite_leaves_the_others_alone() -> None:
+def test_a_member_that_is_not_finite_leaves_the_others_alone():
     opt = pa.sam(pa.sgd(0.1, momentum=0.9), rho=0.2)
     members = [make_params(i) for i in range(3)]
     members[1]["b"] = members[1]["b"].fill_(math.nan)

@@ -1,8 +1,6 @@
 """``ema`` beside torch's AveragedModel, and as a pure state."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,14 +24,14 @@ flags = st.lists(st.booleans(), max_size=6)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 
 
-def model_of(seed: int) -> nn.Module:
+def model_of(seed):
     """Convolutions, a BatchNorm with its buffers, a scalar, and a leaf that is a lot larger."""
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Linear(70, 70))
     model.register_parameter("scale", nn.Parameter(torch.zeros(())))
     return randomized(model, seed)
 
 
-def randomized(model: nn.Module, seed: int) -> nn.Module:
+def randomized(model, seed):
     random = generator(seed)
     with torch.no_grad():
         for x in model.parameters():
@@ -43,14 +41,14 @@ def randomized(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def params_of(seed: int, dtypes: Any = DTYPES) -> Any:
+def params_of(seed, dtypes=DTYPES):
     """Leaves of every dtype, and one of no numbers."""
     random = generator(seed)
     made = {str(dtype): (8 * normal((3,), random)).to(dtype) for dtype in dtypes}
     return {**made, "0-d": [normal((), random)], "empty": (torch.zeros(0),)}
 
 
-def averaged(decay: Any, seen: list[Any], flags: Any = None) -> list[Any]:
+def averaged(decay, seen, flags=None):
     average = pa.ema(decay)
     states = [average.init(seen[0])]
     for i, params in enumerate(seen[1:]):
@@ -59,7 +57,7 @@ def averaged(decay: Any, seen: list[Any], flags: Any = None) -> list[Any]:
     return states
 
 
-def warmed_up(n: Tensor) -> Tensor:
+def warmed_up(n):
     return ((1 + n.double()) / (10 + n)).clamp(max=0.9)
 
 
@@ -68,12 +66,12 @@ def warmed_up(n: Tensor) -> Tensor:
 
 @examples(1 / 4)
 @given(decays, st.lists(seeds(), max_size=5), st.booleans())
-def test_averages_are_those_of_torch(decay: float, draws: list[int], buffers: bool) -> None:
+def test_averages_are_those_of_torch(decay, draws, buffers):
     """To the bit. Of buffers too, but for integers, of which torch averages the roundings."""
     model = model_of(0)
     their = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=buffers)
 
-    def tree(model: nn.Module) -> Any:
+    def tree(model):
         return [dict(model.named_parameters()), dict(model.named_buffers()) if buffers else {}]
 
     average = pa.ema(decay)
@@ -93,7 +91,7 @@ def test_averages_are_those_of_torch(decay: float, draws: list[int], buffers: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_averages_of_other_dtypes_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_averages_of_other_dtypes_are_those_of_torch(dtype):
     model = nn.ParameterList([normal((5,), generator(0), dtype)])
     their = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     average = pa.ema(0.9)
@@ -106,7 +104,7 @@ def test_averages_of_other_dtypes_are_those_of_torch(dtype: torch.dtype) -> None
     assert_trees_bitwise_equal(state.params, [x.detach() for x in their.parameters()])
 
 
-def test_a_bfloat16_average_moves() -> None:
+def test_a_bfloat16_average_moves():
     """Where AveragedModel, which averages in the dtype of the model, stays for ever."""
     model = nn.ParameterList([torch.ones(1, dtype=torch.bfloat16)])
     their = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
@@ -126,7 +124,7 @@ def test_a_bfloat16_average_moves() -> None:
 
 
 @given(st.lists(st.integers(-(2**10), 2**10), min_size=1, max_size=8))
-def test_the_first_update_copies_and_later_ones_average(seen: list[int]) -> None:
+def test_the_first_update_copies_and_later_ones_average(seen):
     """Whole numbers and halves: no rounding."""
     *_, state = averaged(0.5, [torch.tensor(9.0), *[torch.tensor(float(x)) for x in seen]])
     want = float(seen[0])
@@ -137,7 +135,7 @@ def test_the_first_update_copies_and_later_ones_average(seen: list[int]) -> None
 
 @pytest.mark.parametrize("before", [-0.0, math.inf, math.nan, 1e38])
 @pytest.mark.parametrize("x", [-0.0, math.inf, -1e38, 2.0])
-def test_the_first_update_copies_whatever_was_there(before: float, x: float) -> None:
+def test_the_first_update_copies_whatever_was_there(before, x):
     for updates in (torch.tensor(0), unread(torch.tensor(0))):
         average = pa.ema(0.9)
         state = average.init(torch.tensor(before))._replace(updates=updates)
@@ -147,7 +145,7 @@ def test_the_first_update_copies_whatever_was_there(before: float, x: float) -> 
 
 
 @given(seeds(), flags)
-def test_what_is_not_applied_leaves_no_trace(seed: int, flags: list[bool]) -> None:
+def test_what_is_not_applied_leaves_no_trace(seed, flags):
     """Not even a NaN; whether the host can read the flag or not."""
     seen = [params_of(seed + i) for i in range(len(flags) + 1)]
     kept = [seen[0], *[x for x, flag in zip(seen[1:], flags, strict=True) if flag]]
@@ -162,12 +160,12 @@ def test_what_is_not_applied_leaves_no_trace(seed: int, flags: list[bool]) -> No
         assert_trees_bitwise_equal(got, want)
 
 
-def _spoiled(leaf: Any) -> Any:
+def _spoiled(leaf):
     return tree_map(lambda x: x * math.nan if x.is_floating_point() else torch.ones_like(x), leaf)
 
 
 @given(seeds(), st.integers(1, 5))
-def test_integers_are_taken_over_and_the_rest_is_kept_wide(seed: int, updates: int) -> None:
+def test_integers_are_taken_over_and_the_rest_is_kept_wide(seed, updates):
     seen = [params_of(seed + i) for i in range(updates + 1)]
     for i, state in enumerate(averaged(0.9, seen)):
         for name in ("torch.int64", "torch.bool"):
@@ -178,15 +176,13 @@ def test_integers_are_taken_over_and_the_rest_is_kept_wide(seed: int, updates: i
 
 
 @given(decays, seeds(), st.integers(1, 4))
-def test_a_function_of_the_updates_is_as_good_as_a_number(
-    decay: float, seed: int, updates: int
-) -> None:
+def test_a_function_of_the_updates_is_as_good_as_a_number(decay, seed, updates):
     """To the bit, whether the host can read it or not; it is asked for the updates before."""
     seen, asked = [params_of(seed + i) for i in range(updates + 1)], list[int]()
     *_, want = averaged(decay, seen)
     kept = torch.tensor(decay, dtype=torch.float64)
 
-    def known(n: Tensor) -> Tensor:
+    def known(n):
         asked.append(n.item())
         return kept
 
@@ -197,7 +193,7 @@ def test_a_function_of_the_updates_is_as_good_as_a_number(
     assert asked == [*range(updates)]
 
 
-def test_the_warm_up_of_an_average() -> None:
+def test_the_warm_up_of_an_average():
     seen = [torch.tensor(float(x), dtype=torch.float64) for x in (7, 1, 2, 4)]
     *_, state = averaged(warmed_up, seen)
     second = 1 + (1 - 2 / 11) * (2 - 1)
@@ -208,7 +204,7 @@ def test_the_warm_up_of_an_average() -> None:
 
 
 @given(seeds(), flags)
-def test_no_argument_changes_and_nothing_is_shared(seed: int, flags: list[bool]) -> None:
+def test_no_argument_changes_and_nothing_is_shared(seed, flags):
     average, seen = pa.ema(0.9), [params_of(seed)]
     states = [average.init(seen[0])]
     for i, flag in enumerate(flags):
@@ -221,7 +217,7 @@ def test_no_argument_changes_and_nothing_is_shared(seed: int, flags: list[bool])
     assert len(set(places)) == len(places)
 
 
-def test_of_parameters_that_require_grad_no_graph_is_recorded() -> None:
+def test_of_parameters_that_require_grad_no_graph_is_recorded():
     params = {"w": torch.ones(2, requires_grad=True), "b": nn.Parameter(torch.ones(1))}
     for flags in (None, [torch.tensor(True)], [torch.tensor(False)]):
         for state in averaged(0.9, [params, params], flags):
@@ -233,7 +229,7 @@ MEMBERS = [torch.float32, torch.bfloat16, torch.int64]
 
 @examples(1 / 4)
 @given(seeds(), st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=4))
-def test_members_are_averaged_alone(seed: int, flags: Any) -> None:
+def test_members_are_averaged_alone(seed, flags):
     """Also where one has had its first update and another has not."""
     for decay in (0.9, warmed_up):
         average = pa.ema(decay)
@@ -250,7 +246,7 @@ def test_members_are_averaged_alone(seed: int, flags: Any) -> None:
             assert_near(got, want)
 
 
-def assert_near(got: Any, want: Any) -> None:
+def assert_near(got, want):
     """Other kernels: a rounding of each update, of what is no larger than 2**10."""
     for x, y in zip(leaves(got), leaves(want), strict=True):
         assert x.dtype == y.dtype
@@ -263,7 +259,7 @@ def assert_near(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.9, warmed_up], ids=["number", "function"])
-def test_an_update_compiles_into_one_graph(decay: Any) -> None:
+def test_an_update_compiles_into_one_graph(decay):
     torch.compiler.reset()
     average = pa.ema(decay)
     compiled = torch.compile(average.update, fullgraph=True, backend="aot_eager")
@@ -277,11 +273,11 @@ def test_an_update_compiles_into_one_graph(decay: Any) -> None:
     assert_near(state, want)
 
 
-def test_an_average_has_the_derivatives_of_its_rule() -> None:
+def test_an_average_has_the_derivatives_of_its_rule():
     """With respect to parameters, and to what the decay is made of."""
     x, y = torch.tensor(2.0).double(), torch.tensor(6.0).double()
 
-    def last(x: Tensor, y: Tensor, decay: Tensor) -> Tensor:
+    def last(x, y, decay):
         return averaged(lambda n: decay, [x, x, y])[-1].params
 
     at = (x, y, torch.tensor(0.75).double())
@@ -291,11 +287,11 @@ def test_an_average_has_the_derivatives_of_its_rule() -> None:
         assert torch.func.jvp(last, at, tangents) == (3.0, want)
 
 
-def test_a_loss_that_plain_autograd_records_may_not_average() -> None:
+def test_a_loss_that_plain_autograd_records_may_not_average():
     """It would take the average for a constant."""
     average = pa.ema(0.5)
 
-    def loss(params: Any, batch: Tensor) -> Tensor:
+    def loss(params, batch):
         state = average.update(average.init(params.detach()), params)
         return ((average.update(state, 2 * params).params - batch) ** 2).mean()
 
@@ -306,7 +302,7 @@ def test_a_loss_that_plain_autograd_records_may_not_average() -> None:
         pa.grad(loss, microbatch_size=1, engine="autograd")(x, batch)
 
 
-def test_a_step_says_what_counts() -> None:
+def test_a_step_says_what_counts():
     """Beside AveragedModel that is updated after the steps that are applied."""
     step, average = pa.make_step(errors, pa.sgd(0.25)), pa.ema(0.5)
     state = step.init({"w": torch.ones(2)})
@@ -320,24 +316,24 @@ def test_a_step_says_what_counts() -> None:
     assert_trees_bitwise_equal(kept, averaged(0.5, seen)[-1])
 
 
-def errors(params: Any, batch: Tensor) -> Tensor:
+def errors(params, batch):
     return ((batch @ params["w"] - 1) ** 2).mean()
 
 
 # Off the CPU ----------------------------------------------------------------------------
 
 
-def on_meta(count: int) -> Any:
+def on_meta(count):
     dtypes = (torch.float32, torch.bfloat16)
     return [torch.ones(3, dtype=dtype, device="meta") for dtype in dtypes * count]
 
 
-DECAYS: dict[str, Any] = {"number": 0.9, "function": warmed_up, "of the host": lambda n: 0.9}
+DECAYS = {"number": 0.9, "function": warmed_up, "of the host": lambda n: 0.9}
 
 
 @pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS)
 @pytest.mark.parametrize("flag", [None, "cpu", "meta"])
-def test_nothing_waits_for_a_device(decay: Callable[..., Any], flag: Any) -> None:
+def test_nothing_waits_for_a_device(decay, flag):
     """On the meta device, where nobody can read a number; few copies go there."""
     found = []
     for count in (1, 4):

@@ -1,7 +1,6 @@
 """What ``ema`` cannot average is refused, and named."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +15,18 @@ AVERAGE = pa.ema(0.9)
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, math.nan, math.inf])
-def test_a_number_that_is_no_decay_is_refused(decay: float) -> None:
+def test_a_number_that_is_no_decay_is_refused(decay):
     with refused(ValueError, f"decay is {decay!r}", "below 1", "a function of the number of"):
         pa.ema(decay)
 
 
 @pytest.mark.parametrize("decay", [None, True, "0.9", torch.tensor(0.9)])
-def test_what_is_no_decay_is_refused(decay: Any) -> None:
+def test_what_is_no_decay_is_refused(decay):
     with refused(TypeError, f"decay is {decay!r}", "below 1", "a function of the number of"):
         pa.ema(decay)
 
 
-MISFITS: dict[str, tuple[Any, tuple[str, ...]]] = {
+MISFITS = {
     "less": ({"b": PARAMS["b"], "w": PARAMS["w"]}, ("params['n'] is missing",)),
     "more": (PARAMS | {"z": PARAMS["w"]}, ("params['z'] is not in state.params",)),
     "shape": (PARAMS | {"w": torch.ones(3)}, ("params['w'] has shape (3,)", "(2,)")),
@@ -41,18 +40,18 @@ MISFITS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("params", "words"), MISFITS.values(), ids=MISFITS)
-def test_params_that_do_not_fit_are_named(params: Any, words: Any) -> None:
+def test_params_that_do_not_fit_are_named(params, words):
     state = AVERAGE.init(PARAMS)
     with refused(ValueError, *words, "that it was made from by init", given=state):
         AVERAGE.update(state, params)
 
 
-def test_what_is_averaged_may_lie_in_any_dtype_of_its_average() -> None:
+def test_what_is_averaged_may_lie_in_any_dtype_of_its_average():
     """A copy in bfloat16 of float32 parameters, or the other way round."""
     AVERAGE.update(AVERAGE.init(PARAMS), PARAMS | {"b": torch.ones(1), "w": torch.ones(2).half()})
 
 
-def test_leaves_that_are_no_tensors_are_named() -> None:
+def test_leaves_that_are_no_tensors_are_named():
     with refused(TypeError, "params['lr'] is a float", "expected a tensor"):
         AVERAGE.init({"w": torch.ones(2), "lr": 0.1})
     with refused(TypeError, "params['w'] is a float", "expected a tensor"):
@@ -61,26 +60,26 @@ def test_leaves_that_are_no_tensors_are_named() -> None:
         AVERAGE.update(AVERAGE.init(PARAMS)._replace(params=PARAMS | {"w": 0.1}), PARAMS)
 
 
-def test_there_is_something_to_average() -> None:
+def test_there_is_something_to_average():
     for nothing in ({}, (), None):
         with refused(ValueError, "params has no leaves", "nothing to average"):
             AVERAGE.init(nothing)
 
 
-def test_arguments_in_another_order_are_noticed() -> None:
+def test_arguments_in_another_order_are_noticed():
     with refused(TypeError, "state is a dict", "ema expects the EmaState"):
-        AVERAGE.update(PARAMS, AVERAGE.init(PARAMS))  # type: ignore[arg-type]
+        AVERAGE.update(PARAMS, AVERAGE.init(PARAMS))
 
 
 @pytest.mark.parametrize("applied", [1.0, torch.tensor(1.0), torch.tensor([True, False]), "yes"])
-def test_a_flag_is_a_bool(applied: Any) -> None:
+def test_a_flag_is_a_bool(applied):
     state = AVERAGE.init(PARAMS)
     with refused(TypeError, "applied", "a 0-d bool tensor, such as info.applied", given=state):
         AVERAGE.update(state, PARAMS, applied)
 
 
-def test_a_decay_that_is_no_number_is_refused() -> None:
+def test_a_decay_that_is_no_number_is_refused():
     state = AVERAGE.init(PARAMS)
     for wrong, error in ((None, TypeError), (torch.ones(2), ValueError), (1j, TypeError)):
         with refused(error, "decay returned", "0-d tensor", given=state):
-            pa.ema(lambda n, wrong=wrong: wrong).update(state, PARAMS)  # type: ignore[arg-type]
+            pa.ema(lambda n, wrong=wrong: wrong).update(state, PARAMS)

@@ -10,9 +10,6 @@ counted below, line by line, for whichever of the two rounds more: a Python numb
 to the tensor's dtype counts as one, so do a product, a sum, a quotient and a root.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import optree
 import pytest
 import torch
@@ -36,12 +33,12 @@ Bounds = dict[str, Tensor]
 # Bounds ---------------------------------------------------------------------------------
 
 
-def sgd_bounds(grad: Tensor, x: Tensor, state: Any, lr: float, flags: dict[str, Any]) -> Bounds:
+def sgd_bounds(grad, x, state, lr, flags):
     """What one side may be off by, in units of u, and in float64."""
     m, d, decay = flags["momentum"], flags["dampening"], flags["weight_decay"]
     size = grad.abs() + decay * x.abs()
     roundings = 3  # the decay, its product with x, the sum
-    found: Bounds = {}
+    found = {}
     if m:
         first = state.steps == 0
         size = size if first else m * state.momentum.double().abs() + abs(1 - d) * size
@@ -54,9 +51,7 @@ def sgd_bounds(grad: Tensor, x: Tensor, state: Any, lr: float, flags: dict[str, 
     return {"params": roundings * (x.abs() + lr * size), **found}
 
 
-def adam_bounds(
-    grad: Tensor, x: Tensor, state: Any, lr: float, flags: dict[str, Any], decoupled: bool, u: float
-) -> Bounds:
+def adam_bounds(grad, x, state, lr, flags, decoupled, u):
     """What one side may be off by, in units of u, and in float64.
 
     An absolute error e of v becomes one of min(e / sqrt(v), sqrt(e)) of its root, since
@@ -105,7 +100,7 @@ decays = st.just(0.0) | magnitudes
 
 
 @st.composite
-def sgd_flags(draw: st.DrawFn) -> dict[str, Any]:
+def sgd_flags(draw):
     nesterov = draw(st.booleans())
     momentum = draw(magnitudes if nesterov else decays)
     dampening = 0.0 if nesterov else draw(st.floats(0.0, 1.0))
@@ -129,7 +124,7 @@ adam_flags = st.fixed_dictionaries(
 )
 
 
-def begin(opt: Any, dtype: torch.dtype, steps: int, random: torch.Generator) -> Any:
+def begin(opt, dtype, steps, random):
     """Random parameters and moments, as after so many steps; before the first they are zeros."""
     x = normal((40,), random, dtype)
     state = opt.init(x)
@@ -144,14 +139,14 @@ def begin(opt: Any, dtype: torch.dtype, steps: int, random: torch.Generator) -> 
     return x, state._replace(steps=torch.tensor(steps), **fields)
 
 
-def one_member(opt: Any, *args: Any, **knobs: Any) -> Any:
+def one_member(opt, *args, **knobs):
     """One step under vmap over one member."""
     stacked = optree.tree_map(lambda x: x[None], args, namespace="pureaccum")
     new = torch.func.vmap(lambda *args: opt.apply(*args, **knobs))(*stacked)
     return optree.tree_map(lambda x: x[0], new, namespace="pureaccum")
 
 
-def assert_within(got: Any, want: Any, bounds: Bounds, u: float, aim: bool = False) -> None:
+def assert_within(got, want, bounds, u, aim=False):
     """Apart by no more than twice the bound of each; counts and rates the same."""
     (x, state), (y, other) = got, want
     worst = 0.0
@@ -166,14 +161,14 @@ def assert_within(got: Any, want: Any, bounds: Bounds, u: float, aim: bool = Fal
         target(worst)
 
 
-def bounds_of(kind: str, args: Any, lr: float, flags: dict[str, Any], u: float) -> Bounds:
+def bounds_of(kind, args, lr, flags, u):
     grad, state, x = args
     if kind == "sgd":
         return sgd_bounds(grad.double(), x.double(), state, lr, flags)
     return adam_bounds(grad.double(), x.double(), state, lr, flags, kind == "adamw", u)
 
 
-MAKE: dict[str, Callable[..., Any]] = {"sgd": pa.sgd, "adam": pa.adam, "adamw": pa.adamw}
+MAKE = {"sgd": pa.sgd, "adam": pa.adam, "adamw": pa.adamw}
 KINDS = pytest.mark.parametrize("kind", MAKE)
 
 
@@ -191,9 +186,7 @@ KINDS = pytest.mark.parametrize("kind", MAKE)
     seeds(),
     st.booleans(),
 )
-def test_vmap_is_the_kernel_up_to_rounding(
-    kind: str, dtype: Any, fused: bool, data: Any, lr: float, steps: int, seed: int, whole: bool
-) -> None:
+def test_vmap_is_the_kernel_up_to_rounding(kind, dtype, fused, data, lr, steps, seed, whole):
     flags = data.draw(sgd_flags() if kind == "sgd" else adam_flags)
     opt, random = MAKE[kind](lr, fused=fused, **flags), generator(seed)
     x, state = begin(opt, dtype, steps, random)
@@ -203,7 +196,7 @@ def test_vmap_is_the_kernel_up_to_rounding(
     assert_within(got, opt.apply(*args), bounds, UNIT[dtype], aim=True)
 
 
-COMPILED: list[tuple[str, dict[str, Any]]] = [
+COMPILED = [
     ("sgd", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
     ("sgd", {"momentum": 0.9, "nesterov": True, "maximize": True}),
     ("adam", {"weight_decay": 0.1, "amsgrad": True}),
@@ -212,7 +205,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "given"), COMPILED, ids=str)
-def test_one_compiled_graph_is_the_kernel_up_to_rounding(kind: str, given: Any) -> None:
+def test_one_compiled_graph_is_the_kernel_up_to_rounding(kind, given):
     """For the first step and for others, for steps applied or not, without another graph."""
     off = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
     if kind != "sgd":
@@ -233,7 +226,7 @@ def test_one_compiled_graph_is_the_kernel_up_to_rounding(kind: str, given: Any) 
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_several_members_under_vmap_have_the_bits_of_each_alone(kind: str) -> None:
+def test_several_members_under_vmap_have_the_bits_of_each_alone(kind):
     """Learning rates, counts and flags of their own, in one vmap: the bits of one member alone."""
     opt, random = MAKE[kind](0.1), generator(1)
     members = []
@@ -242,10 +235,10 @@ def test_several_members_under_vmap_have_the_bits_of_each_alone(kind: str) -> No
         state = state._replace(lr=torch.tensor(lr, dtype=torch.float64))
         members.append((normal((40,), random), state, x, torch.tensor(n != 1)))
 
-    def step(grad: Any, state: Any, x: Any, applied: Any) -> Any:
+    def step(grad, state, x, applied):
         return opt.apply(grad, state, x, applied=applied)
 
-    def stacked(trees: Any) -> Any:
+    def stacked(trees):
         return optree.tree_map(lambda *xs: torch.stack(xs), *trees, namespace="pureaccum")
 
     together = torch.func.vmap(step)(*stacked(members))
@@ -255,11 +248,9 @@ def test_several_members_under_vmap_have_the_bits_of_each_alone(kind: str) -> No
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("kind", MAKE)
-def test_the_parts_of_a_complex_number_are_parameters_of_their_own(
-    kind: str, maximize: bool
-) -> None:
+def test_the_parts_of_a_complex_number_are_parameters_of_their_own(kind, maximize):
     """As in torch's kernels; the first moments of both and the second are such pairs."""
-    knobs: dict[str, Any] = {"momentum": 0.9} if kind == "sgd" else {"amsgrad": True}
+    knobs = {"momentum": 0.9} if kind == "sgd" else {"amsgrad": True}
     opt = MAKE[kind](0.1, weight_decay=0.1, maximize=maximize, **knobs)
     random = generator(2)
     x = torch.randn(6, dtype=torch.complex64, generator=random)
@@ -277,7 +268,7 @@ def test_the_parts_of_a_complex_number_are_parameters_of_their_own(
         torch.testing.assert_close(parts, (pair, states), rtol=0, atol=0)
 
 
-def test_a_rate_that_nobody_may_read_takes_the_formula() -> None:
+def test_a_rate_that_nobody_may_read_takes_the_formula():
     """sgd's kernel would wait for a device: the bits are those under a transform."""
     x, grad = torch.randn(9), torch.randn(9)
     rate = unread(torch.tensor(0.1, dtype=torch.float64))
@@ -290,7 +281,7 @@ def test_a_rate_that_nobody_may_read_takes_the_formula() -> None:
 # Derivatives of a step ------------------------------------------------------------------
 
 
-SMOOTH: dict[str, Callable[[Any], Any]] = {
+SMOOTH = {
     "sgd": lambda lr: pa.sgd(lr, 0.9, 0.1, 0.01),
     "nesterov": lambda lr: pa.sgd(lr, 0.9, nesterov=True),
     "adam": lambda lr: pa.adam(lr, eps=1e-3, weight_decay=0.1),
@@ -299,7 +290,7 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def three_steps(make: Any, lr: Tensor, x: Tensor, grads: Tensor) -> Tensor:
+def three_steps(make, lr, x, grads):
     opt = make(lr)
     state = opt.init(x)
     for grad in grads:
@@ -307,7 +298,7 @@ def three_steps(make: Any, lr: Tensor, x: Tensor, grads: Tensor) -> Tensor:
     return (x * torch.arange(1.0, 1 + len(x), dtype=x.dtype)).sum()
 
 
-def differences(func: Callable[[Tensor], Tensor], at: Tensor, h: float) -> Tensor:
+def differences(func, at, h):
     """Central ones, number by number."""
     found = torch.zeros_like(at)
     for i in range(at.numel()):
@@ -319,7 +310,7 @@ def differences(func: Callable[[Tensor], Tensor], at: Tensor, h: float) -> Tenso
 
 @pytest.mark.parametrize("kind", SMOOTH)
 @pytest.mark.parametrize("zeros", ["none", "one number", "all"])
-def test_derivatives_are_those_of_differences(kind: str, zeros: str) -> None:
+def test_derivatives_are_those_of_differences(kind, zeros):
     """Also where gradients, and with them the second moments, are exactly zero.
 
     There the step is odd in the gradient, g / (|g| + eps) to a factor, and has the derivative
@@ -339,14 +330,14 @@ def test_derivatives_are_those_of_differences(kind: str, zeros: str) -> None:
     # The maximum of amsgrad, and a mean that passes zero, have kinks: not differentiated there.
     for i in (0, 1) if zeros != "none" and kind == "amsgrad" else (0, 1, 2):
 
-        def func(part: Tensor, i: int = i) -> Tensor:
+        def func(part, i=i):
             return three_steps(SMOOTH[kind], *args[:i], part, *args[i + 1 :])
 
         got = torch.func.grad(func)(args[i])
         assert got.isfinite().all()
         if i == 2 and zeros != "none" and kind.startswith("adam"):
             # Second and third steps feel |g| of the first: differentiable in the last one only.
-            def func(part: Tensor) -> Tensor:
+            def func(part):
                 return three_steps(SMOOTH[kind], lr, x, torch.cat([grads[:-1], part]))
 
             got, at = torch.func.grad(func)(grads[-1:]), grads[-1:]
@@ -358,10 +349,10 @@ def test_derivatives_are_those_of_differences(kind: str, zeros: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", UNIT)
-def test_a_meta_gradient_through_zero_gradients_is_not_nan(dtype: Any) -> None:
+def test_a_meta_gradient_through_zero_gradients_is_not_nan(dtype):
     """Of parameters that no row of a batch has touched."""
 
-    def tuned(lr: Tensor, x: Tensor) -> Tensor:
+    def tuned(lr, x):
         opt = pa.adamw(lr)
         state = opt.init(x)
         for _ in range(2):
@@ -376,7 +367,7 @@ def test_a_meta_gradient_through_zero_gradients_is_not_nan(dtype: Any) -> None:
     assert torch.func.grad(tuned, argnums=1)(rate, x).isfinite().all()
 
 
-def test_derivatives_reach_the_rate_in_the_state() -> None:
+def test_derivatives_reach_the_rate_in_the_state():
     """Under torch.func.grad the state's own rate is a variable like any other."""
     opt, x = pa.adam(0.1), torch.tensor([1.0, 2.0])
     state = opt.init(x)

@@ -3,7 +3,6 @@
 import inspect
 import io
 import math
-from typing import Any
 
 import optree
 import pytest
@@ -22,13 +21,13 @@ from tests.refusals import refused
 
 pytestmark = [pytest.mark.parity, pytest.mark.promise("optimizers")]
 STEPS = 7
-CLASSES: dict[str, Any] = {
+CLASSES = {
     name: cls
     for name, cls in vars(torch.optim).items()
     if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
     if cls is not torch.optim.Optimizer
 }
-SETTINGS: dict[str, list[dict[str, Any]]] = {
+SETTINGS = {
     "ASGD": [{"lr": 0.1, "t0": 2.0, "lambd": 0.1}, {"foreach": True, "maximize": True}],
     "Adadelta": [{"rho": 0.5, "weight_decay": 0.1}, {"foreach": True, "lr": 0.3}],
     "Adafactor": [{"lr": 0.1, "weight_decay": 0.1}, {"foreach": True, "d": 1.5}],
@@ -59,19 +58,19 @@ class Wandering(torch.optim.Optimizer):
     It also writes to the gradients that it is given, and keeps them.
     """
 
-    def __init__(self, params: Any, lr: float = 0.1, d: float = 0.5) -> None:
+    def __init__(self, params, lr=0.1, d=0.5):
         defaults = {"lr": lr, "d": d, "k": 0, "betas": (0.5, 0.75), "eager": True, "name": "w"}
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore
+    def step(self, closure=None):
         for group in self.param_groups:
             group["k"] += 1
             group["d"] *= 1.1
             for x in group["params"]:
                 self.one(x, x.grad, group, self.state[x])
 
-    def one(self, x: Tensor, grad: Tensor, group: Any, state: Any) -> None:
+    def one(self, x, grad, group, state):
         if not state:
             state["calls"], state["best"], state["never"] = 0, math.inf, None
             # What is kept depends on the leaf: a number, a tensor or nothing under one name.
@@ -104,17 +103,17 @@ CASES += [
 ]
 
 
-def make_tree(cls: Any, random: torch.Generator) -> Any:
+def make_tree(cls, random):
     shapes = SHAPES.get(cls.__name__, [(4, 3), (), (5,), (1, 2, 2)])
     first, *rest = [normal(shape, random) for shape in shapes]
     return {"z": first, "a": rest}
 
 
-def column(state: Any, i: int) -> Any:
+def column(state, i):
     return state.per_leaf[i]
 
 
-def assert_same_state(state: Any, their: Torchs) -> None:
+def assert_same_state(state, their):
     """Tensors, and numbers as float64, int64 and bool, under the class's own names."""
     for held, x in zip(state.per_leaf, their.params, strict=True):
         assert_held(held, dict(their.optimizer.state[x]))
@@ -123,7 +122,7 @@ def assert_same_state(state: Any, their: Torchs) -> None:
         assert_held(value, group[name])
 
 
-def assert_held(got: Any, want: Any) -> None:
+def assert_held(got, want):
     if isinstance(want, dict):
         assert got.keys() == want.keys()
         for key in want:
@@ -147,7 +146,7 @@ def assert_held(got: Any, want: Any) -> None:
 @pytest.mark.parametrize(("cls", "settings"), CASES)
 @examples(1 / 4)
 @given(st.booleans(), seeds())
-def test_it_has_the_bits_of_the_class(cls: Any, settings: Any, donate: bool, seed: int) -> None:
+def test_it_has_the_bits_of_the_class(cls, settings, donate, seed):
     random = generator(seed)
     params = make_tree(cls, random)
     opt, their = pa.from_torch(cls, **settings), Torchs(cls, params, **settings)
@@ -171,7 +170,7 @@ def test_it_has_the_bits_of_the_class(cls: Any, settings: Any, donate: bool, see
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}])
-def test_sparse_gradients_reach_the_class_as_they_are(settings: Any) -> None:
+def test_sparse_gradients_reach_the_class_as_they_are(settings):
     """SGD, which takes both, and Adagrad: only the rows that have a gradient are touched."""
     params = torch.randn(6, 2)
     for cls, knobs in ((torch.optim.SGD, settings), (torch.optim.Adagrad, {})):
@@ -187,7 +186,7 @@ def test_sparse_gradients_reach_the_class_as_they_are(settings: Any) -> None:
 @pytest.mark.parametrize(
     "cls", [cls for name, cls in CLASSES.items() if name != "LBFGS"] + [Wandering]
 )
-def test_a_schedule_is_a_new_rate_in_each_step(cls: Any) -> None:
+def test_a_schedule_is_a_new_rate_in_each_step(cls):
     random = generator(3)
     schedule = pa.join_schedules([pa.linear_warmup(0.1, 2, 0.01), pa.cosine_decay(0.1, 3)], [3])
     params = make_tree(cls, random)
@@ -208,13 +207,13 @@ def test_a_schedule_is_a_new_rate_in_each_step(cls: Any) -> None:
 
 
 @pytest.mark.parametrize(("cls", "settings"), CASES)
-def test_steps_that_are_not_applied_leave_no_trace(cls: Any, settings: Any) -> None:
+def test_steps_that_are_not_applied_leave_no_trace(cls, settings):
     """The first among them; what is not applied may hold NaN."""
     for donate in (False, True):
         check_not_applied(cls, settings, donate)
 
 
-def check_not_applied(cls: Any, settings: Any, donate: bool) -> None:
+def check_not_applied(cls, settings, donate):
     random = generator(5)
     params = make_tree(cls, random)
     opt, their = pa.from_torch(cls, **settings), Torchs(cls, params, **settings)
@@ -238,7 +237,7 @@ def check_not_applied(cls: Any, settings: Any, donate: bool) -> None:
 
 
 @pytest.mark.parametrize(("cls", "settings"), CASES)
-def test_a_saved_state_goes_on_in_a_new_process(cls: Any, settings: Any) -> None:
+def test_a_saved_state_goes_on_in_a_new_process(cls, settings):
     """Its leaves through a file, its structure from ``init``, and an object that never stepped."""
     random = generator(7)
     params = make_tree(cls, random)
@@ -265,7 +264,7 @@ class Elsewhere(Tensor):
     """Stands for a tensor on an accelerator, which may be read, but not without waiting."""
 
 
-def test_a_state_that_was_loaded_onto_another_device_is_not_forgotten() -> None:
+def test_a_state_that_was_loaded_onto_another_device_is_not_forgotten():
     """``torch.load(..., map_location="cuda")`` moves the number of steps too."""
     params, grads = torch.randn(3), torch.randn(3)
     opt = pa.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -281,13 +280,13 @@ class Noting(torch.optim.SGD):
 
     steps = 0
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         Noting.steps += 1
         return super().step(closure)
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}])
-def test_the_class_steps_once_a_step(settings: Any) -> None:
+def test_the_class_steps_once_a_step(settings):
     """And once when the state is made."""
     opt, params = pa.from_torch(Noting, lr=0.1, **settings), torch.ones(2)
     state = opt.init(params)
@@ -297,7 +296,7 @@ def test_the_class_steps_once_a_step(settings: Any) -> None:
     assert Noting.steps == 5
 
 
-def test_one_object_serves_parameters_of_different_shapes() -> None:
+def test_one_object_serves_parameters_of_different_shapes():
     """What it found out about one tree's numbers does not stand for another's."""
     opt = pa.from_torch(Wandering)
     for first, second in ([(), (3,)], [(3,), ()]):
@@ -312,7 +311,7 @@ def test_one_object_serves_parameters_of_different_shapes() -> None:
                 their.assert_same_params(new)
 
 
-def test_a_number_in_the_group_can_be_replaced() -> None:
+def test_a_number_in_the_group_can_be_replaced():
     params, grads = torch.randn(3), torch.randn(3)
     opt = pa.from_torch(torch.optim.RMSprop, lr=0.1)
     state = opt.init(params)
@@ -325,38 +324,38 @@ def test_a_number_in_the_group_can_be_replaced() -> None:
 # Refusals -------------------------------------------------------------------------------
 
 
-def test_a_class_that_needs_a_closure_is_refused() -> None:
+def test_a_class_that_needs_a_closure_is_refused():
     with refused(ValueError, "LBFGS cannot", "closure", "line search"):
         pa.from_torch(torch.optim.LBFGS)
 
 
-def test_only_classes_that_need_a_closure_are_refused() -> None:
+def test_only_classes_that_need_a_closure_are_refused():
     for name, cls in CLASSES.items():
         if name != "LBFGS":
             pa.from_torch(cls)
 
 
 @pytest.mark.parametrize("what", [None, "Adam", torch.nn.Linear, pa.adam])
-def test_what_is_no_class_is_refused(what: Any) -> None:
+def test_what_is_no_class_is_refused(what):
     with refused(TypeError, f"from_torch got {what!r}", "from_torch(torch.optim.RMSprop"):
         pa.from_torch(what)
 
 
-def test_an_object_in_place_of_its_class_is_refused() -> None:
+def test_an_object_in_place_of_its_class_is_refused():
     with refused(TypeError, "from_torch got", "expected a class"):
-        pa.from_torch(torch.optim.Adam([torch.ones(1)]))  # pyright: ignore
+        pa.from_torch(torch.optim.Adam([torch.ones(1)]))
 
 
 SENTENCE = ("from_torch(Adagrad)", "cannot run under a torch.func transform, torch.compile")
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
-def test_from_torch_is_refused_under_a_transform(transform: str) -> None:
+def test_from_torch_is_refused_under_a_transform(transform):
     params = torch.ones(3)
     opt = pa.from_torch(torch.optim.Adagrad)
     state = opt.init(params)
 
-    def run(x: Tensor) -> Any:
+    def run(x):
         return opt.apply(x, state, params)[0].sum()
 
     for func in (run, lambda x: opt.init(x).steps):
@@ -369,7 +368,7 @@ def test_from_torch_is_refused_under_a_transform(transform: str) -> None:
                 torch.func.jvp(func, (torch.ones(3),), (torch.ones(3),))
 
 
-def test_from_torch_is_refused_by_the_compiler() -> None:
+def test_from_torch_is_refused_by_the_compiler():
     params = torch.ones(3)
     opt = pa.from_torch(torch.optim.Adagrad)
     state = opt.init(params)

@@ -46,25 +46,25 @@ class Problem(NamedTuple):
     lr: float
 
 
-def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def randn(*shape, seed, dtype=torch.float64):
     return torch.randn(shape, generator=generator(seed), dtype=dtype)
 
 
-def rosenbrock(seed: int) -> Problem:
-    def loss(params: Any) -> Tensor:
+def rosenbrock(seed):
+    def loss(params):
         x = torch.cat([params["a"], params["b"].flatten()])
         return (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
 
     return Problem(loss, {"a": randn(1, seed=seed), "b": randn(2, 1, seed=seed + 1)}, 1e-3)
 
 
-def least_squares(seed: int) -> Problem:
+def least_squares(seed):
     x, y = randn(ROWS, 4, seed=seed), randn(ROWS, 3, seed=seed + 1)
     params = {"b": randn(3, seed=seed + 2), "w": randn(4, 3, seed=seed + 3)}
     return Problem(lambda p: ((x @ p["w"] + p["b"] - y) ** 2).mean(), params, 0.5)
 
 
-def complex_squares(seed: int) -> Problem:
+def complex_squares(seed):
     """Complex parameters, and a real one; one of them is a conjugate."""
     x, y = (randn(ROWS, 4, seed=seed + i, dtype=torch.complex128) for i in range(2))
     params = {
@@ -73,44 +73,44 @@ def complex_squares(seed: int) -> Problem:
         "w": randn(4, 4, seed=seed + 4, dtype=torch.complex128),
     }
 
-    def loss(p: Any) -> Tensor:
+    def loss(p):
         return (x @ p["w"] + p["c"] - p["r"] * y).abs().square().mean()
 
     return Problem(loss, params, 0.3)
 
 
-def rows(seed: int) -> Any:
+def rows(seed):
     return {"x": randn(ROWS, 4, seed=seed), "y": randn(ROWS, 2, seed=seed + 1)}
 
 
-def make_network(seed: int) -> dict[str, Tensor]:
+def make_network(seed):
     shapes = {"b1": (7,), "b2": (), "w1": (4, 7), "w2": (7, 2)}
     return {name: randn(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def errors(params: Any, batch: Any) -> Tensor:
+def errors(params, batch):
     """A squared error for each row."""
     hidden = torch.tanh(batch["x"] @ params["w1"] + params["b1"])
     return ((hidden @ params["w2"] + params["b2"] - batch["y"]) ** 2).mean(1)
 
 
-def network(seed: int) -> Problem:
+def network(seed):
     batch = rows(seed)
     return Problem(lambda p: errors(p, batch).mean(), make_network(seed), 0.1)
 
 
-def mixed(seed: int) -> Problem:
+def mixed(seed):
     """Leaves of three dtypes: the vector is in the widest."""
     kinds = {"b1": torch.bfloat16, "w2": torch.float32}
 
-    def wide(params: Any) -> Any:
+    def wide(params):
         return {name: x.double() for name, x in params.items()}
 
     params = {name: x.to(kinds.get(name, x.dtype)) for name, x in make_network(seed).items()}
     return Problem(lambda p: network(seed).loss(wide(p)), params, 0.1)
 
 
-PROBLEMS: dict[str, Callable[[int], Problem]] = {
+PROBLEMS = {
     "Rosenbrock": rosenbrock,
     "least squares": least_squares,
     "complex squares": complex_squares,
@@ -122,14 +122,14 @@ PROBLEMS: dict[str, Callable[[int], Problem]] = {
 class Beside:
     """``torch.optim.LBFGS``, with a closure that counts, and looks at what it gives."""
 
-    def __init__(self, backward: Callable[[Any], Tensor], params: Any, **settings: Any) -> None:
+    def __init__(self, backward, params, **settings):
         self.params = {name: x.detach().resolve_conj().clone() for name, x in params.items()}
         for x in self.params.values():
             x.requires_grad_()
         self.backward, self.evaluations, self.finite = backward, 0, True
         self.optimizer = torch.optim.LBFGS(self.params.values(), **settings)
 
-    def closure(self) -> Tensor:
+    def closure(self):
         self.optimizer.zero_grad()
         value = self.backward(self.params)
         self.evaluations += 1
@@ -138,22 +138,22 @@ class Beside:
         self.finite &= all(bool((x.detach().abs() < 1e75).all()) for x in seen if x is not None)
         return value.detach()
 
-    def step(self) -> Tensor:
+    def step(self):
         return self.optimizer.step(self.closure)
 
     @property
-    def iterations(self) -> int:
+    def iterations(self):
         return self.optimizer.state[next(iter(self.params.values()))]["n_iter"]
 
-    def assert_same(self, params: Any, state: Any, first: Tensor) -> None:
+    def assert_same(self, params, state, first):
         assert_trees_bitwise_equal(params, {n: x.detach() for n, x in self.params.items()})
         assert state.iterations == self.iterations
         assert state.evaluations == self.evaluations
         assert state.value == first.double()
 
 
-def backward(loss: Loss) -> Callable[[Any], Tensor]:
-    def run(params: Any) -> Tensor:
+def backward(loss):
+    def run(params):
         value = loss(params)
         value.backward()
         return value
@@ -161,7 +161,7 @@ def backward(loss: Loss) -> Callable[[Any], Tensor]:
     return run
 
 
-def check(problem: Problem, calls: int, **settings: Any) -> tuple[Any, Beside]:
+def check(problem, calls, **settings):
     """Both side by side, as long as all is finite; gives where they end."""
     beside = Beside(backward(problem.loss), problem.params, **settings)
     func = pa.grad_and_value(problem.loss, batch_argnums=(), engine="auto")
@@ -194,9 +194,7 @@ settings = st.fixed_dictionaries(
 @pytest.mark.parametrize("name", PROBLEMS)
 @examples(1)
 @given(settings, seeds(), st.integers(1, 6), st.sampled_from([1e-2, 0.5, 1.0, 3.0]), st.booleans())
-def test_every_call_has_the_bits_of_the_class(
-    name: str, search: Any, given: Any, seed: int, calls: int, lr: float, wild: bool
-) -> None:
+def test_every_call_has_the_bits_of_the_class(name, search, given, seed, calls, lr, wild):
     """Without a search at the problem's rate, or at one of which most are far too large."""
     problem = PROBLEMS[name](seed % 2**32)
     lr = lr if search or wild else problem.lr
@@ -205,7 +203,7 @@ def test_every_call_has_the_bits_of_the_class(
 
 @pytest.mark.parametrize("search", ["strong_wolfe", None])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_long_run_forgets_as_the_class_does(name: str, search: Any) -> None:
+def test_a_long_run_forgets_as_the_class_does(name, search):
     """Many more iterations than are remembered, until nothing changes any more or for a hundred."""
     problem = PROBLEMS[name](7)
     given = WIDE | {"history_size": 4, "line_search_fn": search}
@@ -216,10 +214,10 @@ def test_a_long_run_forgets_as_the_class_does(name: str, search: Any) -> None:
 # Rules, one by one -------------------------------------------------------------------------------
 
 
-def test_all_ends_of_a_call_are_those_of_the_class() -> None:
+def test_all_ends_of_a_call_are_those_of_the_class():
     """The rule that is asked for is the one that ends the call: no other does at these settings."""
     for search in ("strong_wolfe", None):
-        of: Any = {"line_search_fn": search, "lr": 1.0 if search else 0.1} | WIDE
+        of = {"line_search_fn": search, "lr": 1.0 if search else 0.1} | WIDE
         state, _ = check(network(0), 1, **of | {"max_iter": 3})
         assert (state.iterations, state.applied) == (3, True)
         state, beside = check(network(0), 1, **of | {"max_eval": 7})
@@ -239,7 +237,7 @@ def test_all_ends_of_a_call_are_those_of_the_class() -> None:
 
 
 @pytest.mark.parametrize("max_eval", [1, 2, 3])
-def test_searches_without_enough_evaluations_end_where_those_of_the_class_do(max_eval: int) -> None:
+def test_searches_without_enough_evaluations_end_where_those_of_the_class_do(max_eval):
     """At the lower one of two points, or at none that is lower: then nothing has moved."""
     moved = set()
     for seed in range(20):
@@ -250,19 +248,19 @@ def test_searches_without_enough_evaluations_end_where_those_of_the_class_do(max
     assert max_eval > 1 or moved == {False, True}
 
 
-def both_searches(seed: int, most: int, downs: int, t: Any) -> None:
+def both_searches(seed, most, downs, t):
     """Ours and the class's, on numbers that are drawn for each point."""
-    theirs: Any = sys.modules["torch.optim.lbfgs"]._strong_wolfe
+    theirs = sys.modules["torch.optim.lbfgs"]._strong_wolfe
     d, seen = torch.ones(1, dtype=torch.float64), []
 
-    def at(t: Any) -> tuple[float, Tensor]:
+    def at(t):
         drawn = random.Random(hash((seed, float(t))))
         seen.append(float(t))
         value = drawn.choice([-2, *[-1] * downs, 0, 0, 1, 1e-4])
         slope = drawn.choice([*[-2, -1] * downs, -0.9, 0, 1])
         return float(value), torch.full_like(d, slope)
 
-    def point(t: Any) -> Point:
+    def point(t):
         value, gradient = at(t)
         return Point(t, value, gradient, gradient.dot(d))
 
@@ -279,7 +277,7 @@ def both_searches(seed: int, most: int, downs: int, t: Any) -> None:
 
 @examples(1)
 @given(st.integers(0, 2**20), st.integers(0, 12), st.sampled_from([0.5, 1.0, torch.tensor(0.3)]))
-def test_a_search_is_that_of_the_class_on_any_numbers(seed: int, most: int, t: Any) -> None:
+def test_a_search_is_that_of_the_class_on_any_numbers(seed, most, t):
     """Whole numbers of no function: every tie and every turn that two numbers a point can force."""
     for i in range(20):
         both_searches(seed + i, most, 1 + i % 4, t)
@@ -288,11 +286,11 @@ def test_a_search_is_that_of_the_class_on_any_numbers(seed: int, most: int, t: A
 # Microbatches ------------------------------------------------------------------------------------
 
 
-def test_five_ragged_microbatches_have_the_bits_of_a_loop_in_the_closure() -> None:
+def test_five_ragged_microbatches_have_the_bits_of_a_loop_in_the_closure():
     """A sum over rows, in the order of the rows."""
     batch, params = rows(3), make_network(4)
 
-    def accumulate(params: Any) -> Tensor:
+    def accumulate(params):
         total = torch.zeros((), dtype=torch.float64)
         for part in slices(SIZES):
             value = errors(params, take(batch, part)).sum()
@@ -313,7 +311,7 @@ def test_five_ragged_microbatches_have_the_bits_of_a_loop_in_the_closure() -> No
             beside.assert_same(new, state, first)
 
 
-def test_five_ragged_microbatches_go_where_the_full_batch_goes() -> None:
+def test_five_ragged_microbatches_go_where_the_full_batch_goes():
     """Means of microbatches differ from the full batch's in the last places; iterations too.
 
     The bound is that of gradients end to end, √u of float64, of the whole way.
@@ -338,7 +336,7 @@ def test_five_ragged_microbatches_go_where_the_full_batch_goes() -> None:
 # Settings ----------------------------------------------------------------------------------------
 
 
-def test_settings_and_defaults_are_those_of_the_class_but_for_two() -> None:
+def test_settings_and_defaults_are_those_of_the_class_but_for_two():
     ours, theirs = (
         {name: x.default for name, x in inspect.signature(it).parameters.items()}
         for it in (pa.lbfgs, torch.optim.LBFGS.__init__)
@@ -355,7 +353,7 @@ def test_settings_and_defaults_are_those_of_the_class_but_for_two() -> None:
     beside.assert_same(*opt.apply(func, opt.init(problem.params), problem.params), first)
 
 
-def test_one_iteration_has_a_search_by_default() -> None:
+def test_one_iteration_has_a_search_by_default():
     """torch's own default leaves it one evaluation, at params."""
     problem = rosenbrock(2)
     func, opt = pa.grad_and_value(problem.loss, batch_argnums=()), pa.lbfgs(3.0, max_iter=1)
@@ -364,7 +362,7 @@ def test_one_iteration_has_a_search_by_default() -> None:
     check(problem, 4, lr=3.0, max_iter=1, max_eval=25, line_search_fn="strong_wolfe")
 
 
-def rates() -> dict[str, tuple[Any, Callable[[int], float]]]:
+def rates():
     schedule = pa.join_schedules([pa.linear_warmup(0.5, 2, 0.1), pa.cosine_decay(0.5, 5, 0.1)], [3])
     return {
         "tensor": (torch.tensor(0.25), lambda n: 0.25),
@@ -375,7 +373,7 @@ def rates() -> dict[str, tuple[Any, Callable[[int], float]]]:
 
 @pytest.mark.parametrize("search", ["strong_wolfe", None])
 @pytest.mark.parametrize("kind", rates())
-def test_every_kind_of_learning_rate_is_the_one_that_counts(kind: str, search: Any) -> None:
+def test_every_kind_of_learning_rate_is_the_one_that_counts(kind, search):
     problem, (lr, at) = network(2), rates()[kind]
     given = {"max_iter": 2, "max_eval": 25, "history_size": 4, "line_search_fn": search}
     beside = Beside(backward(problem.loss), problem.params, lr=at(0), **given)

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import optree
 import pytest
@@ -37,14 +35,14 @@ EVERY = pytest.mark.parametrize("kind", KINDS)
 UNREAD = pytest.mark.parametrize("kind", [kind for kind in KINDS if "from_torch" not in kind])
 
 
-def is_donated(tensor: torch.Tensor) -> bool:
+def is_donated(tensor):
     try:
         return tensor.dim() < 0
     except RuntimeError as error:
         return "given up with donate=True" in str(error)
 
 
-def started(kind: str, steps: int = 2) -> tuple[Any, Any, Any]:
+def started(kind, steps=2):
     """An optimizer with parameters and a state that are no longer those of the beginning."""
     opt, params = make_optimizer(kind), make_params()
     state = opt.init(params)
@@ -60,7 +58,7 @@ STEPS = st.lists(st.tuples(FLAGS, st.booleans(), seeds()), min_size=1, max_size=
 @EVERY
 @examples(1 / 4)
 @given(STEPS)
-def test_only_what_is_donated_is_gone(kind: str, steps: Any) -> None:
+def test_only_what_is_donated_is_gone(kind, steps):
     """Any history: every state of it is either given up or has its bits, versions and memory."""
     opt = make_optimizer(kind)
     params = make_params()
@@ -86,7 +84,7 @@ def test_only_what_is_donated_is_gone(kind: str, steps: Any) -> None:
 
 
 @EVERY
-def test_what_is_given_up_is_refused(kind: str) -> None:
+def test_what_is_given_up_is_refused(kind):
     opt, params, state = started(kind)
     new, new_state = opt.apply(make_params(7), state, params, donate=True)
     last = state[-1] if isinstance(state, tuple) and type(state) is tuple else state
@@ -97,7 +95,7 @@ def test_what_is_given_up_is_refused(kind: str) -> None:
 
 
 @EVERY
-def test_donation_changes_no_bit(kind: str) -> None:
+def test_donation_changes_no_bit(kind):
     for steps, donate in itertools.product((0, 1, 2), (False, True)):
         opt, params, state = started(kind, steps)
         want = opt.apply(make_params(7), state, params)
@@ -106,7 +104,7 @@ def test_donation_changes_no_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "partition"])
-def test_tied_leaves_are_stepped_once(kind: str) -> None:
+def test_tied_leaves_are_stepped_once(kind):
     """One tensor that is two leaves is not written to twice where it is donated."""
     flags = [None, torch.tensor(True)]
     for applied in flags if "from_torch" in kind else [*flags, unread(torch.tensor(True))]:
@@ -121,7 +119,7 @@ def test_tied_leaves_are_stepped_once(kind: str) -> None:
 
 @EVERY
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_step_not_applied_leaves_every_bit(kind: str, donate: bool) -> None:
+def test_a_step_not_applied_leaves_every_bit(kind, donate):
     for steps, factor in itertools.product((0, 1, 2), (1.0, math.nan, math.inf)):
         opt, params, state = started(kind, steps)
         before = clones((params, state))
@@ -134,7 +132,7 @@ def test_a_step_not_applied_leaves_every_bit(kind: str, donate: bool) -> None:
 
 @UNREAD
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_flag_on_an_accelerator_is_not_waited_for(kind: str, donate: bool) -> None:
+def test_a_flag_on_an_accelerator_is_not_waited_for(kind, donate):
     """It is never read, and the bits are those of one that is."""
     for steps, applied in itertools.product((0, 1, 2), (False, True)):
         opt, params, state = started(kind, steps)
@@ -147,7 +145,7 @@ def test_a_flag_on_an_accelerator_is_not_waited_for(kind: str, donate: bool) -> 
 
 
 @EVERY
-def test_optimizer_states_share_no_memory(kind: str) -> None:
+def test_optimizer_states_share_no_memory(kind):
     """So a caller, too, may write to one of them in place."""
     opt, params = make_optimizer(kind), make_params()
     states = [(params, opt.init(params))]
@@ -166,7 +164,7 @@ def test_optimizer_states_share_no_memory(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "fused momentum", "fused adamw", "momentum", "from_torch"])
 @pytest.mark.parametrize("applied", [None, True, False])
-def test_an_optimizer_writes_into_donated_memory(kind: str, applied: Any) -> None:
+def test_an_optimizer_writes_into_donated_memory(kind, applied):
     opt, params, state = started(kind)
     places = [x.data_ptr() for x in leaves(params)]
     flag = None if applied is None else torch.tensor(applied)
@@ -175,7 +173,7 @@ def test_an_optimizer_writes_into_donated_memory(kind: str, applied: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "user" not in kind and kind != "chain"])
-def test_of_parameters_that_require_grad_no_graph_is_recorded(kind: str) -> None:
+def test_of_parameters_that_require_grad_no_graph_is_recorded(kind):
     opt = make_optimizer(kind)
     for flag, donate in itertools.product((None, torch.tensor(False)), (False, True)):
         params = optree.tree_map(lambda x: x.requires_grad_(), make_params())
@@ -185,7 +183,7 @@ def test_of_parameters_that_require_grad_no_graph_is_recorded(kind: str) -> None
 
 
 @EVERY
-def test_a_state_of_inference_mode_is_like_any_other(kind: str) -> None:
+def test_a_state_of_inference_mode_is_like_any_other(kind):
     """Whether the state is made and stepped inside or outside: the numbers are the same."""
     opt, found = make_optimizer(kind), []
     for made, stepped, donate in itertools.product((False, True), repeat=3):
@@ -199,7 +197,7 @@ def test_a_state_of_inference_mode_is_like_any_other(kind: str) -> None:
         assert_trees_bitwise_equal(other, found[0])
 
 
-def test_the_gradients_are_given_up_only_where_a_map_changes_them() -> None:
+def test_the_gradients_are_given_up_only_where_a_map_changes_them():
     params = make_params()
     plain, clipped = pa.sgd(0.1), pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1))
     for opt in (plain, clipped):
@@ -211,19 +209,19 @@ def test_the_gradients_are_given_up_only_where_a_map_changes_them() -> None:
 # The kernels themselves, also those that run off a CPU ------------------------------------
 
 
-def settings_of(switches: dict[str, bool]) -> dict[str, Any]:
+def settings_of(switches):
     numbers = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
     return {flag: on * numbers[flag] if flag in numbers else on for flag, on in switches.items()}
 
 
-def method_of(name: str, switches: dict[str, bool]) -> update.Method:
+def method_of(name, switches):
     if name == "sgd":
         return _sgd(0.1, **settings_of(switches), fused=False)
     own = {"fused": False, "decoupled": name == "adamw"}
     return _adam(0.1, (0.9, 0.99), 1e-8, **settings_of(switches), **own)
 
 
-def columns_of(name: str, switches: dict[str, bool], sizes: list[int], seed: int) -> list[Any]:
+def columns_of(name, switches, sizes, seed):
     trees = switches["momentum"] if name == "sgd" else 2 + switches["amsgrad"]
     random = generator(seed)
     dtypes = (torch.float32, torch.float64)
@@ -238,8 +236,8 @@ def columns_of(name: str, switches: dict[str, bool], sizes: list[int], seed: int
 @example([5, 9, 0, 1, 8, 3], 2, 0)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 3), seeds())
 def test_every_variant_of_a_kernel_leaves_the_gradients_and_gives_the_same_bits(
-    name: str, switches: Any, sizes: list[int], step: int, seed: int
-) -> None:
+    name, switches, sizes, step, seed
+):
     """Donated leaves are stepped in groups; the flag is one that may not be read.
 
     ``foreach`` is what runs on accelerators.
@@ -263,7 +261,7 @@ def test_every_variant_of_a_kernel_leaves_the_gradients_and_gives_the_same_bits(
             assert_trees_bitwise_equal(new, stepped if flag else columns)
 
 
-def test_beside_a_donated_state_there_is_one_copy_of_a_group() -> None:
+def test_beside_a_donated_state_there_is_one_copy_of_a_group():
     """A kernel makes some numbers of its own, for one leaf or for all that it is given."""
     leaf = torch.ones(1024)
     columns, grads = [[leaf.clone() for _ in range(16)] for _ in range(3)], [leaf] * 16
@@ -281,7 +279,7 @@ def test_beside_a_donated_state_there_is_one_copy_of_a_group() -> None:
 # Off the CPU ------------------------------------------------------------------------------
 
 
-RATES: dict[str, Any] = {
+RATES = {
     "a number": 0.1,
     "a tensor": torch.tensor(0.1),
     "a schedule": pa.linear_warmup(0.1, 3),
@@ -289,7 +287,7 @@ RATES: dict[str, Any] = {
         [pa.linear_warmup(torch.tensor(0.1), 3), pa.cosine_decay(torch.tensor(0.1), 3)], [2]
     ),
 }
-METHODS: dict[str, Callable[[Any], Any]] = {
+METHODS = {
     "sgd": pa.sgd,
     "nesterov": lambda lr: pa.sgd(lr, 0.9, nesterov=True),
     "dampened": lambda lr: pa.sgd(lr, 0.9, 0.5),
@@ -300,13 +298,13 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 MIXED = (torch.float32, torch.bfloat16)
 
 
-def mixed(count: int, device: str = "cpu") -> Any:
+def mixed(count, device="cpu"):
     return [torch.ones(3, dtype=dtype, device=device) for dtype in MIXED * count]
 
 
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", [name for name in METHODS if "adam" not in name])
-def test_off_the_cpu_nothing_waits_and_nothing_given_is_written_to(name: str, rate: str) -> None:
+def test_off_the_cpu_nothing_waits_and_nothing_given_is_written_to(name, rate):
     """On the meta device, where nobody can read a number; torch's Adam is not for it."""
     found = []
     for count, flag in ((1, True), (3, True), (3, False)):
@@ -326,7 +324,7 @@ def test_off_the_cpu_nothing_waits_and_nothing_given_is_written_to(name: str, ra
 
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", METHODS)
-def test_what_all_leaves_of_a_dtype_share_is_cast_once(name: str, rate: str) -> None:
+def test_what_all_leaves_of_a_dtype_share_is_cast_once(name, rate):
     """In the formulas: under vmap, and so under a compiler."""
     found = []
     for count in (1, 3):

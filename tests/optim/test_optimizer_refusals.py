@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ MAKERS = pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
 PARAMS = make_params()
 
 
-def lr_is(value: Any) -> tuple[str, ...]:
+def lr_is(value):
     return (f"lr is {value!r}", "a float, a 0-d tensor or a schedule")
 
 
@@ -31,7 +30,7 @@ def lr_is(value: Any) -> tuple[str, ...]:
 
 
 @MAKERS
-def test_learning_rates_that_make_no_sense_are_refused(make: Any) -> None:
+def test_learning_rates_that_make_no_sense_are_refused(make):
     for value in (-0.1, math.nan, math.inf):
         with refused(ValueError, *lr_is(value), "not negative"):
             make(value)
@@ -42,21 +41,21 @@ def test_learning_rates_that_make_no_sense_are_refused(make: Any) -> None:
         make(torch.ones(2))
 
 
-def torchs_scheduler() -> Any:
+def torchs_scheduler():
     return lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
 
 
 @pytest.mark.parametrize(
     "make", [pa.sgd, pa.adam, pa.adamw, lambda lr: pa.from_torch(torch.optim.Adam, lr=lr)]
 )
-def test_a_scheduler_of_torch_in_place_of_a_learning_rate_is_refused(make: Any) -> None:
+def test_a_scheduler_of_torch_in_place_of_a_learning_rate_is_refused(make):
     for value in (torchs_scheduler(), lr_scheduler.StepLR):
         with refused(TypeError, "lr is a scheduler of torch, StepLR", "a schedule", "cosine_decay"):
             make(value)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, Fraction])
-def test_numbers_of_other_libraries_are_numbers(kind: Any) -> None:
+def test_numbers_of_other_libraries_are_numbers(kind):
     """Python takes NumPy's float64 for one of its own, and no other."""
     half, bad = kind(0.5), kind(-1.0)
     for make, names in (
@@ -79,7 +78,7 @@ def test_numbers_of_other_libraries_are_numbers(kind: Any) -> None:
 @MAKERS
 @pytest.mark.parametrize("name", ["weight_decay", "eps", "momentum"])
 @pytest.mark.parametrize("value", [-1e-3, math.inf, math.nan, None, "1", True])
-def test_settings_below_zero_or_no_numbers_are_refused(make: Any, name: str, value: Any) -> None:
+def test_settings_below_zero_or_no_numbers_are_refused(make, name, value):
     if name not in {pa.sgd: ("weight_decay", "momentum")}.get(make, ("weight_decay", "eps")):
         return
     error = ValueError if isinstance(value, float) else TypeError
@@ -87,7 +86,7 @@ def test_settings_below_zero_or_no_numbers_are_refused(make: Any, name: str, val
         make(0.1, **{name: value})
 
 
-def test_a_dampening_that_is_no_number() -> None:
+def test_a_dampening_that_is_no_number():
     for value, error in ((math.nan, ValueError), (None, TypeError)):
         with refused(error, f"dampening is {value!r}", "a finite number"):
             pa.sgd(0.1, 0.9, value)
@@ -95,7 +94,7 @@ def test_a_dampening_that_is_no_number() -> None:
 
 @pytest.mark.parametrize("make", [pa.adam, pa.adamw])
 @pytest.mark.parametrize("beta", [-0.1, 1.0, 1.5, math.nan, "a"])
-def test_betas_out_of_range_are_refused(make: Any, beta: Any) -> None:
+def test_betas_out_of_range_are_refused(make, beta):
     error = ValueError if isinstance(beta, float) else TypeError
     for i, betas in enumerate([(beta, 0.9), (0.9, beta)]):
         with refused(error, f"betas[{i}] is {beta!r}", "a number from 0 to less than 1"):
@@ -104,20 +103,20 @@ def test_betas_out_of_range_are_refused(make: Any, beta: Any) -> None:
 
 @pytest.mark.parametrize("make", [pa.adam, pa.adamw])
 @pytest.mark.parametrize("betas", [(0.9,), (0.9,) * 3, 0.9])
-def test_betas_are_two(make: Any, betas: Any) -> None:
+def test_betas_are_two(make, betas):
     with refused(ValueError, f"betas is {betas!r}", "two numbers from 0 to less than 1"):
         make(0.1, betas)
 
 
 @pytest.mark.parametrize(("momentum", "dampening"), [(0.0, 0.0), (0.9, 0.1), (0.0, 0.1)])
-def test_nesterov_needs_momentum_and_no_dampening(momentum: float, dampening: float) -> None:
+def test_nesterov_needs_momentum_and_no_dampening(momentum, dampening):
     words = (f"momentum={momentum!r}", f"dampening={dampening!r}", "needs a momentum above zero")
     with refused(ValueError, "nesterov=True", *words):
         pa.sgd(0.1, momentum, dampening, nesterov=True)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, None, True, "1"])
-def test_a_norm_that_clips_nothing_right_is_refused(value: Any) -> None:
+def test_a_norm_that_clips_nothing_right_is_refused(value):
     error = ValueError if type(value) in (int, float) else TypeError
     with refused(error, f"max_norm is {value!r}", "a number above zero"):
         pa.clip_by_global_norm(value)
@@ -128,7 +127,7 @@ def test_a_norm_that_clips_nothing_right_is_refused(value: Any) -> None:
 
 BELONGS = "belongs to the params that it was made from by init"
 OTHER = "A state of another configuration?"
-STATEFUL: dict[str, tuple[Any, str]] = {
+STATEFUL = {
     "sgd": (pa.sgd(0.1, 0.9), "momentum"),
     "adam": (pa.adam(0.1), "exp_avg"),
     "adamw": (pa.adamw(0.1, amsgrad=True), "max_exp_avg_sq"),
@@ -139,7 +138,7 @@ STATEFUL: dict[str, tuple[Any, str]] = {
 @DONATE
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("state", [None, (), {}, 3, pa.accumulator(lambda p, x: p).init(PARAMS)])
-def test_a_state_of_another_kind_is_refused(kind: str, state: Any, donate: bool) -> None:
+def test_a_state_of_another_kind_is_refused(kind, state, donate):
     opt = STATEFUL[kind][0]
     expected = type(opt.init(PARAMS)).__name__
     with refused(TypeError, f"state is a {type(state).__name__}", expected, OTHER, given=PARAMS):
@@ -147,7 +146,7 @@ def test_a_state_of_another_kind_is_refused(kind: str, state: Any, donate: bool)
 
 
 @DONATE
-def test_states_of_each_other_are_refused(donate: bool) -> None:
+def test_states_of_each_other_are_refused(donate):
     params = make_params()
     sgd, adam = pa.sgd(0.1), pa.adam(0.1)
     given = (params, sgd.init(params), adam.init(params))
@@ -163,9 +162,7 @@ def test_states_of_each_other_are_refused(donate: bool) -> None:
 @DONATE
 @MAKERS
 @pytest.mark.parametrize(("ours", "theirs"), [(0.1, torch.tensor(0.1)), (pa.constant(0.1), 0.2)])
-def test_a_rate_where_none_is_kept_is_refused(
-    make: Any, ours: Any, theirs: Any, donate: bool
-) -> None:
+def test_a_rate_where_none_is_kept_is_refused(make, ours, theirs, donate):
     params, opt = make_params(), make(ours)
     state = make(theirs).init(params)
     words = (f"state.lr is {state.lr!r}", "made with lr=", "A number is kept in the state", OTHER)
@@ -175,7 +172,7 @@ def test_a_rate_where_none_is_kept_is_refused(
 
 @DONATE
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_shapes_of_another_model_are_named_leaf_by_leaf(kind: str, donate: bool) -> None:
+def test_shapes_of_another_model_are_named_leaf_by_leaf(kind, donate):
     opt, name = STATEFUL[kind]
     params = make_params()
     for path, changed in (
@@ -206,7 +203,7 @@ def test_shapes_of_another_model_are_named_leaf_by_leaf(kind: str, donate: bool)
 
 @DONATE
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_trees_of_another_model_are_refused(kind: str, donate: bool) -> None:
+def test_trees_of_another_model_are_refused(kind, donate):
     opt, name = STATEFUL[kind]
     params = make_params()
     state = opt.init(params)
@@ -231,7 +228,7 @@ def test_trees_of_another_model_are_refused(kind: str, donate: bool) -> None:
 
 @DONATE
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_leaves_that_are_no_tensors_are_named(kind: str, donate: bool) -> None:
+def test_leaves_that_are_no_tensors_are_named(kind, donate):
     opt, name = STATEFUL[kind]
     params, wrong = make_params(), make_params() | {"b": 1.0}
     state = opt.init(params)
@@ -243,7 +240,7 @@ def test_leaves_that_are_no_tensors_are_named(kind: str, donate: bool) -> None:
 
 
 @DONATE
-def test_a_state_that_lacks_a_tree_is_refused(donate: bool) -> None:
+def test_a_state_that_lacks_a_tree_is_refused(donate):
     params = make_params()
     for less, more, name in (
         (pa.sgd(0.1), pa.sgd(0.1, 0.9), "momentum"),
@@ -255,7 +252,7 @@ def test_a_state_that_lacks_a_tree_is_refused(donate: bool) -> None:
 
 
 @DONATE
-def test_a_state_with_a_tree_too_many_is_refused(donate: bool) -> None:
+def test_a_state_with_a_tree_too_many_is_refused(donate):
     """It would come along for ever, shared by every state after it."""
     params = make_params()
     for less, more, name in (
@@ -268,7 +265,7 @@ def test_a_state_with_a_tree_too_many_is_refused(donate: bool) -> None:
 
 
 @DONATE
-def test_a_state_of_from_torch_for_fewer_leaves_is_refused(donate: bool) -> None:
+def test_a_state_of_from_torch_for_fewer_leaves_is_refused(donate):
     opt, params = pa.from_torch(torch.optim.Adam), make_params()
     state = opt.init({"w": params["w"]})
     words = ("state.per_leaf has 1 entries for 3 leaves of params", "made from by init")
@@ -282,7 +279,7 @@ def test_a_state_of_from_torch_for_fewer_leaves_is_refused(donate: bool) -> None
 class Growing(torch.optim.SGD):
     """Keeps one thing more in its third step."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for x in self.param_groups[0]["params"]:
             state = self.state[x]
             state["n"] = state.get("n", 0) + 1
@@ -292,14 +289,14 @@ class Growing(torch.optim.SGD):
 
 
 class Strange(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for x in self.param_groups[0]["params"]:
             self.state[x]["name"] = "x"
         return super().step(closure)
 
 
 @DONATE
-def test_a_class_whose_state_changes_its_structure_is_refused(donate: bool) -> None:
+def test_a_class_whose_state_changes_its_structure_is_refused(donate):
     """Where its step has written to what was given up, nobody can take that for parameters."""
     opt, params = pa.from_torch(Growing, lr=0.1), make_params()
     state = opt.init(params)
@@ -313,7 +310,7 @@ def test_a_class_whose_state_changes_its_structure_is_refused(donate: bool) -> N
             x + 1
 
 
-def test_a_class_that_keeps_what_is_no_number_is_refused() -> None:
+def test_a_class_that_keeps_what_is_no_number_is_refused():
     words = ("the optimizer keeps 'x' under", "'name'", "tensors and numbers")
     with refused(TypeError, *words, given=PARAMS):
         pa.from_torch(Strange, lr=0.1).init(PARAMS)
@@ -323,7 +320,7 @@ def test_a_class_that_keeps_what_is_no_number_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [*STATEFUL, "from_torch", "partition", "chain"])
-def test_parameters_that_cannot_be_optimized_are_refused(kind: str) -> None:
+def test_parameters_that_cannot_be_optimized_are_refused(kind):
     opt = {
         "from_torch": pa.from_torch(torch.optim.Adam),
         "partition": pa.partition({"a": pa.sgd(0.1)}, lambda path: "a"),
@@ -339,7 +336,7 @@ def test_parameters_that_cannot_be_optimized_are_refused(kind: str) -> None:
 
 @DONATE
 @pytest.mark.parametrize("kind", [*STATEFUL, "from_torch"])
-def test_a_complex_gradient_of_a_real_parameter_is_refused(kind: str, donate: bool) -> None:
+def test_a_complex_gradient_of_a_real_parameter_is_refused(kind, donate):
     """A cast would drop the imaginary parts."""
     opt = {"from_torch": pa.from_torch(torch.optim.Adam)}.get(kind, STATEFUL.get(kind, [None])[0])
     params = make_params()
@@ -352,9 +349,7 @@ def test_a_complex_gradient_of_a_real_parameter_is_refused(kind: str, donate: bo
 @DONATE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_fused_sgd_in_half_precision_on_a_cpu_is_refused(
-    dtype: Any, momentum: float, donate: bool
-) -> None:
+def test_fused_sgd_in_half_precision_on_a_cpu_is_refused(dtype, momentum, donate):
     """torch's kernel would skip most parameters; its Adam is fine."""
     opt, params = pa.sgd(0.1, momentum, fused=True), torch.randn(65).to(dtype)
     state = opt.init(params)
@@ -367,7 +362,7 @@ def test_fused_sgd_in_half_precision_on_a_cpu_is_refused(
 
 @DONATE
 @pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
-def test_the_fused_kernels_know_no_complex_numbers(make: Any, donate: bool) -> None:
+def test_the_fused_kernels_know_no_complex_numbers(make, donate):
     opt = make(0.1, fused=True)
     params = {"a": torch.ones(3), "c": normal((3,), generator(0), torch.complex64)}
     state = opt.init(params)
@@ -380,9 +375,7 @@ def test_the_fused_kernels_know_no_complex_numbers(make: Any, donate: bool) -> N
 @DONATE
 @pytest.mark.parametrize("flag", [None, torch.tensor(True), unread(torch.tensor(True))])
 @pytest.mark.parametrize("make", [lambda: pa.sgd(0.1, 0.9), lambda: pa.adam(0.1)])
-def test_an_error_in_the_middle_of_the_leaves_loses_nothing(
-    make: Any, flag: Any, donate: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_middle_of_the_leaves_loses_nothing(make, flag, donate, monkeypatch):
     """torch's kernels know no float8. Nobody can take parameters of two steps for those of one."""
     monkeypatch.setattr(update, "GROUP", 1)
     opt, params = make(), {"a": torch.ones(3), "b": torch.ones(3).to(torch.float8_e4m3fn)}
@@ -397,7 +390,7 @@ def test_an_error_in_the_middle_of_the_leaves_loses_nothing(
 # What is no optimizer, what is no map ---------------------------------------------------
 
 
-def loss(params: Any, batch: Any) -> Any:
+def loss(params, batch):
     return (params["w"] * batch).sum()
 
 
@@ -411,7 +404,7 @@ TAKEN = pytest.mark.parametrize(("take", "name"), TAKERS.values(), ids=TAKERS)
 
 @TAKEN
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.RMSprop])
-def test_torchs_own_optimizers_are_refused(take: Any, name: str, cls: Any) -> None:
+def test_torchs_own_optimizers_are_refused(take, name, cls):
     words = (f"{name} is torch's {cls.__name__}", "in place", f"from_torch({cls.__name__}, lr=...)")
     for given in (cls, cls([torch.ones(1)])):
         with refused(TypeError, *words):
@@ -431,9 +424,7 @@ def test_torchs_own_optimizers_are_refused(take: Any, name: str, cls: Any) -> No
         (torch.nn.Linear(1, 1), "a Linear"),
     ],
 )
-def test_what_is_no_optimizer_is_refused_by_chain_and_partition(
-    take: Any, name: str, given: Any, came: str
-) -> None:
+def test_what_is_no_optimizer_is_refused_by_chain_and_partition(take, name, given, came):
     with refused(
         TypeError,
         f"{name} is {came}",
@@ -445,12 +436,12 @@ def test_what_is_no_optimizer_is_refused_by_chain_and_partition(
 
 
 @TAKEN
-def test_a_class_in_place_of_its_object_is_refused(take: Any, name: str) -> None:
+def test_a_class_in_place_of_its_object_is_refused(take, name):
     with refused(TypeError, f"{name} is the class Polyak"):
         take(Polyak)
 
 
-def test_what_is_no_part_of_a_chain_is_refused() -> None:
+def test_what_is_no_part_of_a_chain_is_refused():
     with refused(ValueError, "chain() got nothing", "gradient maps and, last, an optimizer"):
         pa.chain()
     for part, came in ((0.1, "a float"), (torch.relu, "a builtin_function_or_method")):
@@ -471,7 +462,7 @@ def test_what_is_no_part_of_a_chain_is_refused() -> None:
 
 @DONATE
 @pytest.mark.parametrize("state", [(), ((),), ((), (), ()), [(), ()], {}, None])
-def test_states_of_other_chains_are_refused(state: Any, donate: bool) -> None:
+def test_states_of_other_chains_are_refused(state, donate):
     opt, params, grads = (
         pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1)),
         make_params(),
@@ -483,7 +474,7 @@ def test_states_of_other_chains_are_refused(state: Any, donate: bool) -> None:
 
 
 @DONATE
-def test_an_error_at_the_end_of_a_chain_loses_no_parameter(donate: bool) -> None:
+def test_an_error_at_the_end_of_a_chain_loses_no_parameter(donate):
     """Gradients that clipping was given to overwrite are given up before."""
     opt, params = pa.chain(pa.clip_by_global_norm(1.0), pa.adam(0.1)), make_params()
     state, less = opt.init(params), {"w": torch.ones(3, 2)}
@@ -499,27 +490,27 @@ def test_an_error_at_the_end_of_a_chain_loses_no_parameter(donate: bool) -> None
 
 
 class Loses(Count):
-    def update(self, grads: Any, state: Any) -> Any:
+    def update(self, grads, state):
         return {"w": grads["w"]}, state
 
 
 class Counts(Count):
-    def update(self, grads: Any, state: Any) -> Any:
+    def update(self, grads, state):
         return grads | {"b": 1.0}, state
 
 
 class Turns(Count):
-    def update(self, grads: Any, state: Any) -> Any:
+    def update(self, grads, state):
         return grads | {"w": grads["w"] * 1j}, state
 
 
 class Forgets(Polyak):
-    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+    def apply(self, grads, state, params):
         return super().apply(grads, state, params)[0]
 
 
 class Shrinks(Polyak):
-    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+    def apply(self, grads, state, params):
         params, state = super().apply(grads, state, params)
         return params, {"count": state["count"]}
 
@@ -527,19 +518,19 @@ class Shrinks(Polyak):
 class Broadcasts(Polyak):
     """Where nothing tells, a step that may not be applied has the shape of both."""
 
-    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+    def apply(self, grads, state, params):
         params, state = super().apply(grads, state, params)
         return params | {"w": params["w"][:1]}, state
 
 
 class Reads(Polyak):
-    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+    def apply(self, grads, state, params):
         params, state = super().apply(grads, state, params)
         return params, state | {"count": 1}
 
 
 @DONATE
-def test_what_a_users_own_parts_return_is_checked(donate: bool) -> None:
+def test_what_a_users_own_parts_return_is_checked(donate):
     params, grads = make_params(), make_params(1)
     has_to = "has to return (params, state)"
     for error, parts, words in (
@@ -562,18 +553,18 @@ def test_what_a_users_own_parts_return_is_checked(donate: bool) -> None:
 
 
 @pytest.mark.parametrize("label", ["none", None, 3])
-def test_a_label_without_an_optimizer_is_refused(label: Any) -> None:
+def test_a_label_without_an_optimizer_is_refused(label):
     opt = pa.partition({"a": pa.sgd(0.1), "b": pa.sgd(0.1)}, lambda path: label)
     with refused(ValueError, f"label_of_path('b') is {label!r}", "one of ['a', 'b']", given=PARAMS):
         opt.init(PARAMS)
 
 
-def test_a_partition_of_nothing_is_refused() -> None:
+def test_a_partition_of_nothing_is_refused():
     with refused(ValueError, "partition got no optimizers", "one for each label"):
         pa.partition({}, str)
 
 
-def test_two_leaves_of_one_path_are_refused() -> None:
+def test_two_leaves_of_one_path_are_refused():
     """Keys with dots in them: one of the leaves would be left out without a word."""
     params = {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}
     opt = pa.partition({"x": pa.sgd(0.1)}, lambda path: "x")
@@ -582,7 +573,7 @@ def test_two_leaves_of_one_path_are_refused() -> None:
 
 
 @DONATE
-def test_states_of_other_partitions_are_refused(donate: bool) -> None:
+def test_states_of_other_partitions_are_refused(donate):
     params, grads = make_params(), make_params(1)
     opt = pa.partition({"a": pa.sgd(0.1), "z": pa.adam(0.1)}, lambda path: "az"[path == "w"])
     state = opt.init(params)
@@ -600,7 +591,7 @@ def test_states_of_other_partitions_are_refused(donate: bool) -> None:
 
 
 @DONATE
-def test_a_state_that_does_not_fit_the_last_part_loses_nothing(donate: bool) -> None:
+def test_a_state_that_does_not_fit_the_last_part_loses_nothing(donate):
     """A state that does not fit is found before the first part has done anything."""
     params, grads = make_params(), make_params(1)
     opt = pa.partition({"a": pa.sgd(0.1), "z": pa.adam(0.1)}, lambda path: "az"[path == "w"])
@@ -613,12 +604,12 @@ def test_a_state_that_does_not_fit_the_last_part_loses_nothing(donate: bool) -> 
 class Fails(Polyak):
     """A user's optimizer that fails when it has everything."""
 
-    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+    def apply(self, grads, state, params):
         raise ArithmeticError
 
 
 @DONATE
-def test_an_error_in_the_middle_of_a_partition_loses_nothing(donate: bool) -> None:
+def test_an_error_in_the_middle_of_a_partition_loses_nothing(donate):
     """Where the first part has used the memory that it was given, every later use says so."""
     params, grads = make_params(), make_params(1)
     opt = pa.partition({"a": pa.sgd(0.1, 0.9), "z": Fails()}, lambda path: "az"[path == "w"])
@@ -630,7 +621,7 @@ def test_an_error_in_the_middle_of_a_partition_loses_nothing(donate: bool) -> No
             opt.apply(grads, state, params, donate=donate)
 
 
-def test_every_error_says_what_came_and_what_was_expected() -> None:
+def test_every_error_says_what_came_and_what_was_expected():
     """A given-up state is refused wherever it comes from."""
     opt, params = pa.adam(0.1), make_params()
     state = opt.init(params)

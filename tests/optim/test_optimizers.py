@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -28,7 +27,7 @@ NAMES = {
     "exp_avg_sq": "exp_avg_sq",
     "max_exp_avg_sq": "max_exp_avg_sq",
 }
-CLASSES: dict[str, Any] = {
+CLASSES = {
     "sgd": (pa.sgd, torch.optim.SGD),
     "adam": (pa.adam, torch.optim.Adam),
     "adamw": (pa.adamw, torch.optim.AdamW),
@@ -42,7 +41,7 @@ SHAPES = ((), (1,), (0, 3), (3,), (17, 5), (2, 1, 4), (64,))
 # Flags ----------------------------------------------------------------------------------
 
 
-NUMBERS: dict[str, Any] = {
+NUMBERS = {
     "momentum": st.floats(0.01, 1.0),
     "dampening": st.floats(-0.5, 1.5).filter(bool),
     "weight_decay": st.floats(1e-6, 2.0),
@@ -50,9 +49,9 @@ NUMBERS: dict[str, Any] = {
 
 
 @st.composite
-def flags(draw: st.DrawFn, name: str, switches: dict[str, bool]) -> dict[str, Any]:
+def flags(draw, name, switches):
     """Numbers for the flags that are on; what is off is off."""
-    found: dict[str, Any] = {
+    found = {
         flag: (draw(NUMBERS[flag]) if on else 0.0) if flag in NUMBERS else on
         for flag, on in switches.items()
     }
@@ -73,17 +72,17 @@ class Rate(NamedTuple):
     at: Callable[[int], float]
 
 
-def ends_in(lr: float) -> Rate:
+def ends_in(lr):
     schedule = pa.join_schedules([pa.linear_warmup(lr, 3), pa.cosine_decay(lr, 5, lr / 7)], [4])
     return Rate(schedule, lambda n: schedule(torch.tensor(n)).item())
 
 
-def narrow(lr: float) -> Rate:
+def narrow(lr):
     """A schedule of the user's own, in float32."""
     return Rate(lambda count: lr / (1.0 + count), lambda n: (lr / (1.0 + torch.tensor(n))).item())
 
 
-RATES: dict[str, Callable[[float], Rate]] = {
+RATES = {
     "float": lambda lr: Rate(lr, lambda n: lr),
     "float32 tensor": lambda lr: Rate(torch.tensor(lr), lambda n: torch.tensor(lr).item()),
     "float64 tensor": lambda lr: Rate(torch.tensor(lr, dtype=torch.float64), lambda n: lr),
@@ -99,34 +98,34 @@ rates = st.builds(lambda kind, lr: RATES[kind](lr), st.sampled_from(sorted(RATES
 Kinds = list[tuple[tuple[int, ...], torch.dtype]]
 
 
-def trees(dtypes: tuple[torch.dtype, ...]) -> st.SearchStrategy[Kinds]:
+def trees(dtypes):
     """Shapes and dtypes of leaves, mixed in one tree."""
     pair = st.tuples(st.sampled_from(SHAPES), st.sampled_from(dtypes))
     return st.lists(pair, min_size=1, max_size=4)
 
 
-def as_tree(column: list[Tensor]) -> Any:
+def as_tree(column):
     return {"z": column[0], "a": tuple(column[1:])}
 
 
-def gradients(kinds: Kinds, wide: bool, random: torch.Generator) -> Any:
+def gradients(kinds, wide, random):
     """In the dtypes of the parameters, or wider: those of an accumulator."""
     at_least = torch.float32 if wide else torch.bfloat16
     return as_tree([normal(s, random, torch.promote_types(d, at_least)) for s, d in kinds])
 
 
 def check(
-    name: str,
-    given: dict[str, Any],
-    theirs: list[dict[str, Any]],
-    kinds: Kinds,
-    rate: Rate,
-    seed: int,
-    wide: bool = False,
-    donate: bool = False,
-    fused: bool = False,
-    steps: int = STEPS,
-) -> None:
+    name,
+    given,
+    theirs,
+    kinds,
+    rate,
+    seed,
+    wide=False,
+    donate=False,
+    fused=False,
+    steps=STEPS,
+):
     ours, cls = CLASSES[name]
     random = generator(seed)
     params = as_tree([normal(shape, random, dtype) for shape, dtype in kinds])
@@ -150,15 +149,15 @@ def check(
 @examples(1 / 4)
 @given(st.booleans(), st.data(), rates, seeds(), st.booleans(), st.booleans())
 def test_every_combination_of_flags_has_the_bits_of_the_class(
-    name: str,
-    switches: Any,
-    fused: bool,
-    data: Any,
-    rate: Rate,
-    seed: int,
-    wide: bool,
-    donate: bool,
-) -> None:
+    name,
+    switches,
+    fused,
+    data,
+    rate,
+    seed,
+    wide,
+    donate,
+):
     """fused beside fused; else beside single-tensor and, for real float32 and float64, foreach.
 
     torch's own two round differently for bfloat16, and for complex numbers that decay. Its fused
@@ -167,7 +166,7 @@ def test_every_combination_of_flags_has_the_bits_of_the_class(
     given = data.draw(flags(name, switches))
     dtypes = (FULL if name == "sgd" else REAL) if fused else REAL + COMPLEX
     kinds = data.draw(trees(dtypes))
-    theirs: list[dict[str, Any]] = [{"fused": True}] if fused else [{"foreach": False}]
+    theirs = [{"fused": True}] if fused else [{"foreach": False}]
     if not fused and all(dtype in FULL for _, dtype in kinds):
         theirs.append({"foreach": True})
     check(name, given, theirs, kinds, rate, seed, wide, donate, fused)
@@ -175,7 +174,7 @@ def test_every_combination_of_flags_has_the_bits_of_the_class(
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("kind", RATES)
-def test_every_kind_of_learning_rate_is_that_of_the_class(name: str, kind: str) -> None:
+def test_every_kind_of_learning_rate_is_that_of_the_class(name, kind):
     """Twenty steps, so that a schedule passes all its pieces."""
     rate, kinds = RATES[kind](0.3), [((5,), torch.float32), ((), torch.float64)]
     for fused in (False, True):
@@ -183,7 +182,7 @@ def test_every_kind_of_learning_rate_is_that_of_the_class(name: str, kind: str) 
         check(name, {}, theirs, kinds, rate, 1, True, donate=fused, fused=fused, steps=20)
 
 
-def test_the_learning_rate_in_the_state_is_the_one_that_counts() -> None:
+def test_the_learning_rate_in_the_state_is_the_one_that_counts():
     params = {"w": torch.randn(5)}
     opt, their = pa.adamw(0.5), Torchs(torch.optim.AdamW, params, lr=0.5, foreach=False)
     state = opt.init(params)
@@ -197,7 +196,7 @@ def test_the_learning_rate_in_the_state_is_the_one_that_counts() -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("fused", [False, True])
-def test_sparse_gradients_are_dense_ones(name: str, fused: bool) -> None:
+def test_sparse_gradients_are_dense_ones(name, fused):
     opt = CLASSES[name][0](0.1, fused=fused)
     dense = torch.tensor([[0.0, 0.0], [1.0, -2.0], [0.0, 3.0]])
     params = torch.randn(3, 2)
@@ -206,7 +205,7 @@ def test_sparse_gradients_are_dense_ones(name: str, fused: bool) -> None:
     assert_trees_bitwise_equal(got, want)
 
 
-def test_gradients_that_are_wider_are_rounded_to_the_parameters() -> None:
+def test_gradients_that_are_wider_are_rounded_to_the_parameters():
     """An accumulator's float32 sums, and bfloat16 parameters."""
     params, grads = torch.randn(33).bfloat16(), torch.randn(33)
     for opt in (pa.adamw(0.1), pa.sgd(0.1, 0.9)):

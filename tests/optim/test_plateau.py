@@ -1,13 +1,12 @@
 """``plateau`` beside torch's ReduceLROnPlateau: the same bits, for any metrics."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import pureaccum as pa
@@ -40,7 +39,7 @@ BRISK = {"factor": 0.5, "patience": 1, "cooldown": 1, "min_lr": 0.05}
 FALLING = [3.0, 2.0, 2.5, 2.5, 2.5, math.nan, 1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0]
 
 
-def theirs(lr: float, their: dict[str, Any], seen: list[Any]) -> list[tuple[float, ...]]:
+def theirs(lr, their, seen):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)
     scheduler, found = ReduceLROnPlateau(optimizer, **their), []
     for metric in [None, *seen]:
@@ -51,14 +50,14 @@ def theirs(lr: float, their: dict[str, Any], seen: list[Any]) -> list[tuple[floa
     return found
 
 
-def states(falling: Any, seen: Any) -> list[Any]:
+def states(falling, seen):
     found = [falling.init()]
     for metric in seen:
         found.append(falling.update(found[-1], metric))
     return found
 
 
-def numbers(state: Any) -> tuple[float, ...]:
+def numbers(state):
     assert [x.dtype for x in state] == [torch.float64] * 2 + [torch.int64] * 2
     assert all(x.shape == () for x in state)
     return tuple(x.item() for x in state)
@@ -70,14 +69,14 @@ def numbers(state: Any) -> tuple[float, ...]:
 @example(1.0, {"patience": 0, "factor": 0.5, "eps": 0.5}, [1.0, 1.0, 1.0])
 @example(0.1, {"patience": 0, "min_lr": 0.03}, [1.0] * 4)
 @example(1.0, {"patience": 0}, [-INF, -INF, -5.0])
-def test_the_states_are_those_of_torch(lr: float, knobs: dict[str, Any], seen: Any) -> None:
+def test_the_states_are_those_of_torch(lr, knobs, seen):
     """A metric of NaN is never better, and never the best."""
     got = [numbers(state) for state in states(pa.plateau(lr, **knobs), seen)]
     assert got == theirs(lr, knobs, seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64, int])
-def test_a_metric_is_a_number_or_a_tensor(dtype: Any) -> None:
+def test_a_metric_is_a_number_or_a_tensor(dtype):
     """As torch reads it: ``float(metric)``."""
     seen = [3, 2, 2, 2, 1, 1, 1]
     if dtype is not int:
@@ -87,7 +86,7 @@ def test_a_metric_is_a_number_or_a_tensor(dtype: Any) -> None:
     assert got == theirs(0.1, knobs, seen)
 
 
-def test_a_step_takes_the_rate_of_a_tracker() -> None:
+def test_a_step_takes_the_rate_of_a_tracker():
     """The rate of a state of training is the tracker's, and the parameters are torch's."""
     falling, step = pa.plateau(0.5, factor=0.5, patience=0), pa.make_step(mean, pa.sgd(0.5))
     tracker, state = falling.init(), step.init(torch.tensor(4.0))
@@ -105,14 +104,14 @@ def test_a_step_takes_the_rate_of_a_tracker() -> None:
         assert torch.equal(state.params, x.detach())
 
 
-def mean(params: Any, batch: Tensor) -> Tensor:
+def mean(params, batch):
     return ((params - batch) ** 2).mean()
 
 
 # As a pure function ---------------------------------------------------------------------
 
 
-def test_no_argument_changes_and_no_two_states_share_memory() -> None:
+def test_no_argument_changes_and_no_two_states_share_memory():
     lr, seen = torch.tensor(0.5, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
     falling = pa.plateau(lr, patience=0)
     found = [falling.init()]
@@ -123,7 +122,7 @@ def test_no_argument_changes_and_no_two_states_share_memory() -> None:
     assert len(set(places)) == len(places)
 
 
-def test_a_state_keeps_no_graph_of_its_metrics() -> None:
+def test_a_state_keeps_no_graph_of_its_metrics():
     w = torch.tensor(2.0, requires_grad=True)
     falling = pa.plateau(0.5)
     assert not any(x.requires_grad for x in falling.update(falling.init(), w * w))
@@ -131,7 +130,7 @@ def test_a_state_keeps_no_graph_of_its_metrics() -> None:
 
 @examples(1 / 4)
 @given(st.lists(st.lists(st.sampled_from(FALLING), min_size=6, max_size=6), min_size=2, max_size=3))
-def test_members_have_rates_of_their_own(seen: list[list[float]]) -> None:
+def test_members_have_rates_of_their_own(seen):
     rates = torch.arange(1, len(seen) + 1).double()
     state = torch.func.vmap(lambda lr: pa.plateau(lr, **BRISK).init())(rates)
     for metric in torch.tensor(seen).T:
@@ -141,7 +140,7 @@ def test_members_have_rates_of_their_own(seen: list[list[float]]) -> None:
         assert_trees_bitwise_equal(member, alone)
 
 
-def test_an_update_compiles_into_one_graph() -> None:
+def test_an_update_compiles_into_one_graph():
     torch.compiler.reset()
     falling = pa.plateau(0.4, **BRISK)
     compiled = torch.compile(falling.update, fullgraph=True, backend="aot_eager")
@@ -152,7 +151,7 @@ def test_an_update_compiles_into_one_graph() -> None:
     assert_trees_bitwise_equal(state, states(falling, torch.tensor(FALLING))[-1])
 
 
-def test_a_compiled_update_takes_numbers() -> None:
+def test_a_compiled_update_takes_numbers():
     torch.compiler.reset()
     falling = pa.plateau(0.4, **BRISK)
     compiled = torch.compile(falling.update, fullgraph=True, backend="aot_eager")
@@ -162,8 +161,8 @@ def test_a_compiled_update_takes_numbers() -> None:
     assert_trees_bitwise_equal(state, states(falling, FALLING)[-1])
 
 
-def test_a_rate_may_be_differentiated() -> None:
-    def last(lr: Tensor) -> Tensor:
+def test_a_rate_may_be_differentiated():
+    def last(lr):
         return states(pa.plateau(lr, factor=0.5, patience=0), [1.0, 1.0, 0.5, 1.0])[-1].lr
 
     lr = torch.tensor(0.5, dtype=torch.float64)
@@ -172,7 +171,7 @@ def test_a_rate_may_be_differentiated() -> None:
 
 
 @pytest.mark.parametrize("place", ["metric", "lr", "both"])
-def test_a_state_lies_where_one_would_wait_and_nothing_waits(place: str) -> None:
+def test_a_state_lies_where_one_would_wait_and_nothing_waits(place):
     """On the meta device, where nobody can read a number."""
     device = {"metric": "cpu"}.get(place, "meta")
     falling = pa.plateau(torch.tensor(0.5, device=device))

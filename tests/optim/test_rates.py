@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.promise("applied")]
 
 
 # The optimizer of a learning rate; one of two in a partition.
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS = {
     "sgd": pa.sgd,
     "momentum": lambda lr: pa.sgd(lr, 0.9, 0.5, 0.1),
     "fused sgd": lambda lr: pa.sgd(lr, 0.9, fused=True),
@@ -57,12 +57,12 @@ class Way(NamedTuple):
     compiles: bool = True
 
 
-def ready_of(opt: Any, state: Any, params: Any) -> Any:
+def ready_of(opt, state, params):
     flat = flatten(params)
     return opt.check(state, flat, "state")(state, flat)
 
 
-def bad_later(bad: float, count: Tensor) -> Tensor:
+def bad_later(bad, count):
     return torch.where(count < GOOD, torch.tensor(0.1).double(), torch.tensor(bad).double())
 
 
@@ -78,12 +78,12 @@ WAYS = {
 }
 
 
-def loss(params: Any, batch: Tensor, buffers: Tensor) -> Any:
+def loss(params, batch, buffers):
     value = sum((x * x).sum() for x in optree.tree_leaves(params))
     return (value * batch).mean(), buffers + batch.sum()
 
 
-def put(opt_state: Any, bad: float) -> Any:
+def put(opt_state, bad):
     """The state of an optimizer with another rate in it, wherever one stands."""
     paths, leaves, spec = optree.tree_flatten_with_accessor(opt_state, namespace="pureaccum")
     is_rate = [path.codify("").endswith((".lr", "['lr']")) for path in paths]
@@ -93,7 +93,7 @@ def put(opt_state: Any, bad: float) -> Any:
 
 
 @cache
-def make(kind: str, way: str, bad: float, how: str) -> Any:
+def make(kind, way, bad, how):
     return pa.make_step(
         loss,
         KINDS[kind](WAYS[way].lr(bad)),
@@ -108,7 +108,7 @@ def make(kind: str, way: str, bad: float, how: str) -> Any:
 BATCH = torch.tensor([1.0, 2.0, 3.0])
 
 
-def check(kind: str, way: str, bad: float, how: str) -> None:
+def check(kind, way, bad, how):
     step = make(kind, way, bad, how)
     state = step.init(make_params(), buffers=torch.zeros(()))
     for _ in range(GOOD):
@@ -148,7 +148,7 @@ def check(kind: str, way: str, bad: float, how: str) -> None:
         or (kind in ("sgd", "adamw") and how == "kept")
     ],
 )
-def test_a_bad_rate_is_a_step_not_applied(kind: str, way: str, how: str) -> None:
+def test_a_bad_rate_is_a_step_not_applied(kind, way, how):
     for bad in BAD:
         check(kind, way, bad, how)
 
@@ -166,12 +166,12 @@ def test_a_bad_rate_is_a_step_not_applied(kind: str, way: str, how: str) -> None
         ),
     ],
 )
-def test_a_bad_rate_is_a_compiled_step_not_applied(kind: str, way: str, bad: float) -> None:
+def test_a_bad_rate_is_a_compiled_step_not_applied(kind, way, bad):
     check(kind, way, bad, "compiled")
 
 
 @pytest.mark.slow
-def test_a_bad_rate_is_a_step_not_applied_by_inductor() -> None:
+def test_a_bad_rate_is_a_step_not_applied_by_inductor():
     step = pa.make_step(
         lambda p, x: (p * x).mean(), pa.adamw(WAYS["schedule"].lr(math.nan)), compile=True
     )
@@ -185,7 +185,7 @@ def test_a_bad_rate_is_a_step_not_applied_by_inductor() -> None:
 
 
 @given(st.lists(st.sampled_from([0.1, 0.2, *BAD]), min_size=1, max_size=5))
-def test_members_of_an_ensemble_have_rates_of_their_own(rates: list[float]) -> None:
+def test_members_of_an_ensemble_have_rates_of_their_own(rates):
     """Under vmap a bad rate stops its own member alone."""
     step = pa.make_step(lambda p, x: (p * x).mean(), pa.adamw(0.1))
     state, batch = step.init(torch.tensor([1.0, 2.0])), torch.ones(2, 2)
@@ -199,10 +199,10 @@ def test_members_of_an_ensemble_have_rates_of_their_own(rates: list[float]) -> N
             assert (pa.unstack(new)[i].params != state.params).all(), rate
 
 
-def test_a_rate_that_is_learned_has_gradient_zero_where_it_is_bad() -> None:
+def test_a_rate_that_is_learned_has_gradient_zero_where_it_is_bad():
     """A rate that is learned: where it is bad the parameters do not depend on it."""
 
-    def after(rate: Tensor) -> Tensor:
+    def after(rate):
         step = pa.make_step(lambda p, x: (p * x).mean(), pa.sgd(rate))
         new, _ = step(step.init(torch.ones(2)), torch.ones(2, 2))
         return new.params.sum()
@@ -213,7 +213,7 @@ def test_a_rate_that_is_learned_has_gradient_zero_where_it_is_bad() -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_stream_of_microbatches_is_no_other_step(bad: float) -> None:
+def test_a_stream_of_microbatches_is_no_other_step(bad):
     step = pa.make_step(lambda p, x: (p * x).mean(), pa.sgd(lambda _: bad, 0.9))
     state = step.init(torch.ones(2))
     window = step.update(state, step.begin(state), torch.ones(2, 2))
@@ -226,10 +226,10 @@ def test_a_stream_of_microbatches_is_no_other_step(bad: float) -> None:
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_a_schedule_is_asked_once_a_step(kind: str) -> None:
-    calls: list[Tensor] = []
+def test_a_schedule_is_asked_once_a_step(kind):
+    calls = []
 
-    def lr(count: Tensor) -> Tensor:
+    def lr(count):
         calls.append(count)
         return torch.full((), 0.1, dtype=torch.float64)
 
@@ -242,7 +242,7 @@ def test_a_schedule_is_asked_once_a_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_rate_on_a_device_is_not_waited_for(bad: float) -> None:
+def test_a_rate_on_a_device_is_not_waited_for(bad):
     step = pa.make_step(lambda p, x: (p * x).mean(), pa.adamw(lambda _: unread(torch.tensor(bad))))
     state = step.init(torch.ones(2))
     new, info = step(state, torch.ones(2, 2))
@@ -251,7 +251,7 @@ def test_a_rate_on_a_device_is_not_waited_for(bad: float) -> None:
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_a_number_costs_a_device_nothing(kind: str) -> None:
+def test_a_number_costs_a_device_nothing(kind):
     """On the meta device: what is judged on the host makes no tensor there."""
     found = []
     for lr in (0.1, math.nan):
@@ -265,13 +265,13 @@ def test_a_number_costs_a_device_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
-def test_a_transform_moves_a_number_to_a_device_once(make: Any) -> None:
+def test_a_transform_moves_a_number_to_a_device_once(make):
     """For the judgement, and for the parameters of all dtypes."""
     opt = make(0.1)
     params = [torch.ones(3, dtype=x, device="meta") for x in (torch.float32, torch.bfloat16)]
     given = [pa.stack([tree, tree]) for tree in (opt.init(params), params)]
 
-    def stepped(state: Any, params: Any) -> Any:
+    def stepped(state, params):
         ready = ready_of(opt, state, params)
         return ready.apply(flatten(params)[0], ready.sound, False, None)
 
@@ -283,7 +283,7 @@ def test_a_transform_moves_a_number_to_a_device_once(make: Any) -> None:
 # Outside of a step, and at its door -------------------------------------------------------
 
 
-def test_an_optimizer_alone_computes_with_what_it_is_given() -> None:
+def test_an_optimizer_alone_computes_with_what_it_is_given():
     """As optax does: without an info nobody would see that a step was left out."""
     for make in (pa.sgd, pa.adam, pa.adamw):
         opt, params = make(lambda count: count * math.nan), torch.ones(2)
@@ -293,7 +293,7 @@ def test_an_optimizer_alone_computes_with_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "partition" not in kind])
-def test_a_rate_that_the_parameters_cannot_hold_is_refused(kind: str) -> None:
+def test_a_rate_that_the_parameters_cannot_hold_is_refused(kind):
     params = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}
     opt = KINDS[kind](1e308)
     words = "lr is 1e+308", "params['b'] in torch.float32", "at most 3.4e+38"
@@ -304,14 +304,14 @@ def test_a_rate_that_the_parameters_cannot_hold_is_refused(kind: str) -> None:
         KINDS[kind](70000.0).init(torch.ones(2, dtype=torch.float16))
 
 
-def test_each_label_of_a_partition_has_dtypes_of_its_own() -> None:
+def test_each_label_of_a_partition_has_dtypes_of_its_own():
     params = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}
     for bias, fits in ((0.1, True), (1e308, False)):
         opt = pa.partition({"bias": pa.sgd(pa.constant(bias)), "rest": pa.sgd(1e300)}, by_name)
         assert ready_of(opt, opt.init(params), params).sound is fits
 
 
-def test_rates_larger_than_any_float_are_refused() -> None:
+def test_rates_larger_than_any_float_are_refused():
     with refused(ValueError, "lr is ", "finite and not negative"):
         pa.sgd(10**400)
     with refused(ValueError, "value is ", "finite and not negative"):

@@ -2,17 +2,16 @@
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler as torchs
 
 import pureaccum as pa
-from pureaccum._optim.schedules import Schedule, rate_at
+from pureaccum._optim.schedules import rate_at
 from tests.draws import examples
 from tests.optimizers import Copies
 
@@ -23,16 +22,16 @@ lengths = st.integers(1, 40)
 COUNTS = torch.arange(12)
 
 
-def ours(schedule: Schedule, counts: int) -> list[float]:
+def ours(schedule, counts):
     found = [schedule(torch.tensor(count)) for count in range(counts)]
     assert all(x.dtype == torch.float64 and x.shape == () for x in found)
     return [x.item() for x in found]
 
 
-def theirs(lr: float, counts: int, scheduler: Any) -> list[float]:
+def theirs(lr, counts, scheduler):
     """The rates of an optimizer's first steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)
-    found: list[float] = []
+    found = []
     with warnings.catch_warnings(action="ignore"):  # SequentialLR calls what torch deprecates
         schedule = scheduler(optimizer)
         for _ in range(counts):
@@ -42,7 +41,7 @@ def theirs(lr: float, counts: int, scheduler: Any) -> list[float]:
     return found
 
 
-def assert_close(got: list[float], want: list[float]) -> None:
+def assert_close(got, want):
     """torch's schedulers multiply the last rate, so that roundings of the largest add up."""
     largest = max(map(abs, want))
     assert all(abs(a - b) <= 1e-12 * largest for a, b in zip(got, want, strict=True)), (got, want)
@@ -52,14 +51,14 @@ def assert_close(got: list[float], want: list[float]) -> None:
 
 
 @given(rates, lengths, st.floats(0.001, 1.0))
-def test_linear_warmup_is_that_of_torch(peak: float, steps: int, factor: float) -> None:
+def test_linear_warmup_is_that_of_torch(peak, steps, factor):
     counts = steps + 3
     want = theirs(peak, counts, lambda o: torchs.LinearLR(o, factor, total_iters=steps))
     assert_close(ours(pa.linear_warmup(peak, steps, start=peak * factor), counts), want)
 
 
 @given(rates, lengths, st.floats(0.0, 0.9))
-def test_cosine_decay_is_that_of_torch(peak: float, steps: int, factor: float) -> None:
+def test_cosine_decay_is_that_of_torch(peak, steps, factor):
     """CosineAnnealingLR goes up again where ours stays."""
     end = peak * factor
     want = theirs(peak, steps + 1, lambda o: torchs.CosineAnnealingLR(o, steps, eta_min=end))
@@ -69,13 +68,11 @@ def test_cosine_decay_is_that_of_torch(peak: float, steps: int, factor: float) -
 
 
 @given(rates, st.tuples(lengths, lengths), st.integers(1, 3))
-def test_joined_schedules_are_those_of_torch(
-    peak: float, steps: tuple[int, int], more: int
-) -> None:
+def test_joined_schedules_are_those_of_torch(peak, steps, more):
     """SequentialLR starts each scheduler at the boundary, at its own count 0."""
     up, down = steps
 
-    def sequence(optimizer: Any) -> Any:
+    def sequence(optimizer):
         parts = [
             torchs.LinearLR(optimizer, 0.1, total_iters=up),
             torchs.CosineAnnealingLR(optimizer, down, eta_min=peak / 100),
@@ -96,19 +93,19 @@ def test_joined_schedules_are_those_of_torch(
 
 
 @given(rates, lengths, st.floats(0.0, 1.5))
-def test_step_decay_is_that_of_torch(peak: float, steps: int, factor: float) -> None:
+def test_step_decay_is_that_of_torch(peak, steps, factor):
     want = theirs(peak, 100, lambda o: torchs.StepLR(o, steps, factor))
     assert_close(ours(pa.step_decay(peak, steps, factor), 100), want)
 
 
 @given(rates, st.sets(st.integers(1, 40), max_size=5).map(sorted), st.floats(0.0, 1.5))
-def test_step_decay_at_counts_is_that_of_torch(peak: float, at: Any, factor: float) -> None:
+def test_step_decay_at_counts_is_that_of_torch(peak, at, factor):
     want = theirs(peak, 45, lambda o: torchs.MultiStepLR(o, at, factor))
     assert_close(ours(pa.step_decay(peak, at, factor), 45), want)
 
 
 @given(rates, st.floats(0.0, 1.5))
-def test_exponential_decay_is_that_of_torch(peak: float, factor: float) -> None:
+def test_exponential_decay_is_that_of_torch(peak, factor):
     want = theirs(peak, 60, lambda o: torchs.ExponentialLR(o, factor))
     assert_close(ours(pa.exponential_decay(peak, factor), 60), want)
 
@@ -126,14 +123,14 @@ def test_exponential_decay_is_that_of_torch(peak: float, factor: float) -> None:
         }
     ),
 )
-def test_one_cycle_is_that_of_torch(peak: float, steps: int, share: float, cycle: Any) -> None:
+def test_one_cycle_is_that_of_torch(peak, steps, share, cycle):
     """But where torch divides by zero, and after its last step."""
     cycle["pct_start"] = share / 2 if cycle["three_phase"] else share
     got = ours(pa.one_cycle(peak, steps, **cycle), steps + 3)
     assert got[steps:] == [got[steps - 1]] * 3
     if cycle["pct_start"] * steps != 1:  # a first phase of no length
 
-        def their(optimizer: Any) -> Any:
+        def their(optimizer):
             more = {"total_steps": steps, "cycle_momentum": False}
             return torchs.OneCycleLR(optimizer, peak, **more, **cycle)
 
@@ -148,7 +145,7 @@ def test_one_cycle_is_that_of_torch(peak: float, steps: int, share: float, cycle
 
 
 @given(rates, rates, lengths)
-def test_both_ends_are_exact_and_nothing_leaves_them(a: float, b: float, steps: int) -> None:
+def test_both_ends_are_exact_and_nothing_leaves_them(a, b, steps):
     for schedule in (pa.linear_warmup(b, steps, start=a), pa.cosine_decay(a, steps, end=b)):
         first, *_, last = got = ours(schedule, steps + 1)
         assert (first, last) == (a, b)
@@ -157,7 +154,7 @@ def test_both_ends_are_exact_and_nothing_leaves_them(a: float, b: float, steps: 
 
 
 @given(rates, st.integers(1, 2**53), st.integers(0, 50), st.floats(0.0, 0.9))
-def test_step_decay_counts_whole_steps(peak: float, steps: int, passed: int, factor: float) -> None:
+def test_step_decay_counts_whole_steps(peak, steps, passed, factor):
     """Also where a count is no longer exact as a float."""
     rate = pa.step_decay(peak, steps, factor)
     want = peak * factor**passed
@@ -167,7 +164,7 @@ def test_step_decay_counts_whole_steps(peak: float, steps: int, passed: int, fac
 
 
 @given(st.lists(st.integers(1, 2**62), min_size=1, max_size=5, unique=True).map(sorted))
-def test_step_decay_changes_at_the_very_counts(at: list[int]) -> None:
+def test_step_decay_changes_at_the_very_counts(at):
     rate = pa.step_decay(1.0, at, 0.5)
     for i, count in enumerate(at):
         got = [rate(torch.tensor(n)).item() for n in (count - 1, count, count + 1)]
@@ -176,9 +173,7 @@ def test_step_decay_changes_at_the_very_counts(at: list[int]) -> None:
 
 
 @given(rates, st.floats(0.01, 1.0), lengths, st.floats(0.0, 1.0))
-def test_exponential_decay_follows_its_rule(
-    peak: float, factor: float, steps: int, share: float
-) -> None:
+def test_exponential_decay_follows_its_rule(peak, factor, steps, share):
     """Exact after whole steps of a power of two, and at both ends; never below the end."""
     end = peak * share
     got = ours(pa.exponential_decay(peak, factor, steps, end), 6 * steps)
@@ -193,7 +188,7 @@ def test_exponential_decay_follows_its_rule(
 
 
 @given(rates, st.sampled_from(["cos", "linear"]))
-def test_one_cycle_meets_its_rates(peak: float, anneal: str) -> None:
+def test_one_cycle_meets_its_rates(peak, anneal):
     for three in (False, True):
         made = pa.one_cycle(
             peak, 9, pct_start=1 / 3, anneal_strategy=anneal, div_factor=8, three_phase=three
@@ -208,7 +203,7 @@ def test_one_cycle_meets_its_rates(peak: float, anneal: str) -> None:
 
 
 @pytest.mark.parametrize(("steps", "three"), [(4, False), (4, True), (2, True)])
-def test_a_first_phase_of_no_length_is_at_its_end(steps: int, three: bool) -> None:
+def test_a_first_phase_of_no_length_is_at_its_end(steps, three):
     """torch divides by zero."""
     cycle = {"pct_start": 1 / steps, "three_phase": three}
     with pytest.raises(ZeroDivisionError):
@@ -218,7 +213,7 @@ def test_a_first_phase_of_no_length_is_at_its_end(steps: int, three: bool) -> No
 
 
 @given(st.integers(3, 2**53 - 1), st.booleans())
-def test_one_cycle_is_exact_at_the_ends_of_long_runs(steps: int, three: bool) -> None:
+def test_one_cycle_is_exact_at_the_ends_of_long_runs(steps, three):
     rate = pa.one_cycle(1.0, steps, pct_start=0.5, div_factor=8, three_phase=three)
     got = [rate(torch.tensor(count)).item() for count in (0, steps - 1, steps, 2**62)]
     assert got == [1 / 8, *[1 / 8 / 1e4] * 3]
@@ -227,7 +222,7 @@ def test_one_cycle_is_exact_at_the_ends_of_long_runs(steps: int, three: bool) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
-def test_a_count_may_be_an_int_of_any_size(dtype: torch.dtype) -> None:
+def test_a_count_may_be_an_int_of_any_size(dtype):
     """An int32 is not compared with what it cannot hold."""
     count = torch.tensor(3, dtype=dtype)
     for schedule in (
@@ -243,7 +238,7 @@ def test_a_count_may_be_an_int_of_any_size(dtype: torch.dtype) -> None:
 
 
 @given(st.integers(1, 2**40), st.floats(0.0, 1.0))
-def test_a_cosine_does_not_cancel_near_its_end(steps: int, share: float) -> None:
+def test_a_cosine_does_not_cancel_near_its_end(steps, share):
     """sin is right to the last place, so that the relative error is some roundings, everywhere."""
     count = round(steps * share)
     got = pa.cosine_decay(1.0, steps)(torch.tensor(count)).item()
@@ -253,10 +248,10 @@ def test_a_cosine_does_not_cancel_near_its_end(steps: int, share: float) -> None
         assert got > 0
 
 
-def test_a_schedule_is_asked_for_its_own_counts_only() -> None:
-    asked: list[list[int]] = [[], [], []]
+def test_a_schedule_is_asked_for_its_own_counts_only():
+    asked = [[], [], []]
 
-    def asking(i: int) -> Schedule:
+    def asking(i):
         return lambda count: (asked[i].append(count.item()), torch.tensor(float(i)))[1]
 
     schedule = pa.join_schedules([asking(0), asking(1), asking(2)], [3, 5])
@@ -264,21 +259,21 @@ def test_a_schedule_is_asked_for_its_own_counts_only() -> None:
     assert [sorted(set(counts)) for counts in asked] == [[0, 1, 2], [0, 1], [0, 1, 2]]
 
 
-def test_boundaries_are_read_once() -> None:
+def test_boundaries_are_read_once():
     schedules, boundaries = [pa.constant(1.0), pa.constant(2.0)], [2]
     schedule = pa.join_schedules(schedules, boundaries)
     boundaries[0], schedules[1] = 4, pa.constant(3.0)
     assert ours(schedule, 4) == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_one_schedule_may_be_joined_alone() -> None:
+def test_one_schedule_may_be_joined_alone():
     assert ours(pa.join_schedules([pa.linear_warmup(1.0, 2)], []), 4) == [0.0, 0.5, 1.0, 1.0]
 
 
 # As pure functions of a tensor ----------------------------------------------------------
 
 
-def made_of(peak: Any) -> dict[str, Schedule]:
+def made_of(peak):
     return {
         "constant": pa.constant(peak),
         "linear_warmup": pa.linear_warmup(peak, 4, start=0.25),
@@ -302,14 +297,14 @@ KINDS = pytest.mark.parametrize("name", made_of(1.0))
 
 
 @KINDS
-def test_a_schedule_goes_through_vmap(name: str) -> None:
+def test_a_schedule_goes_through_vmap(name):
     schedule = made_of(0.5)[name]
     got = torch.func.vmap(lambda count: rate_at(schedule, count))(COUNTS)
     assert torch.equal(got, torch.stack([schedule(count) for count in COUNTS]))
 
 
 @KINDS
-def test_a_schedule_compiles_into_one_graph(name: str) -> None:
+def test_a_schedule_compiles_into_one_graph(name):
     """The rate changes without a recompilation."""
     schedule = made_of(0.5)[name]
     torch.compiler.reset()
@@ -325,11 +320,11 @@ def test_a_schedule_compiles_into_one_graph(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in made_of(1.0) if "to its end" not in name])
 @examples(1 / 5)
 @given(st.floats(0.1, 10.0))
-def test_a_schedule_has_a_derivative_with_respect_to_its_peak(name: str, peak: float) -> None:
+def test_a_schedule_has_a_derivative_with_respect_to_its_peak(name, peak):
     """A rate that no end holds is linear in its parts: the slope is the difference."""
     for count in COUNTS:
 
-        def rate(peak: Tensor, count: Tensor = count) -> Tensor:
+        def rate(peak, count=count):
             return rate_at(made_of(peak)[name], count)
 
         at = torch.tensor(peak, dtype=torch.float64)
@@ -341,7 +336,7 @@ def test_a_schedule_has_a_derivative_with_respect_to_its_peak(name: str, peak: f
 
 @examples(1 / 2)
 @given(st.floats(0.125, 2.0), st.integers(0, 11))
-def test_a_decay_has_a_derivative_with_respect_to_its_factor(factor: float, count: int) -> None:
+def test_a_decay_has_a_derivative_with_respect_to_its_factor(factor, count):
     """Forward and reverse, and at the count at which nothing has decayed yet."""
     at, n = torch.tensor(factor, dtype=torch.float64), torch.tensor(count)
     for make, power in (
@@ -350,7 +345,7 @@ def test_a_decay_has_a_derivative_with_respect_to_its_factor(factor: float, coun
         (lambda f: pa.exponential_decay(2.0, f, 4), count / 4),
     ):
 
-        def rate(factor: Tensor, make: Any = make) -> Tensor:
+        def rate(factor, make=make):
             return make(factor)(n)
 
         slope = 2 * power * factor ** (power - 1)
@@ -361,14 +356,14 @@ def test_a_decay_has_a_derivative_with_respect_to_its_factor(factor: float, coun
             assert abs(got - slope) <= 64 * 2.0**-53 * slope
 
 
-def test_a_schedule_that_is_not_chosen_has_no_derivative() -> None:
+def test_a_schedule_that_is_not_chosen_has_no_derivative():
     """sqrt(-1) is NaN, and NaN * 0 would be too."""
 
-    def rate(peak: Tensor, count: Tensor) -> Tensor:
-        def falling(count: Tensor) -> Tensor:
+    def rate(peak, count):
+        def falling(count):
             return peak * torch.sqrt(4.0 - count)
 
-        def rising(count: Tensor) -> Tensor:
+        def rising(count):
             return peak * torch.sqrt(count.double())
 
         return pa.join_schedules([falling, rising], [4])(count)
@@ -377,7 +372,7 @@ def test_a_schedule_that_is_not_chosen_has_no_derivative() -> None:
         assert torch.func.grad(rate)(torch.tensor(1.0), torch.tensor(count)) == slope
 
 
-def test_a_rate_may_be_a_number_a_tensor_or_a_schedule() -> None:
+def test_a_rate_may_be_a_number_a_tensor_or_a_schedule():
     count, tensor = torch.tensor(3), torch.tensor(0.25, requires_grad=True)
     for lr in (0.25, pa.constant(0.25), lambda count: 0.25):
         rate = rate_at(lr, count)
@@ -388,7 +383,7 @@ def test_a_rate_may_be_a_number_a_tensor_or_a_schedule() -> None:
 
 
 @pytest.mark.parametrize("peak", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
-def test_a_rate_lies_where_the_count_lies_and_nothing_waited_for_it(peak: Any) -> None:
+def test_a_rate_lies_where_the_count_lies_and_nothing_waited_for_it(peak):
     count = torch.zeros((), dtype=torch.int64, device="meta")
     for lr in (0.25, *made_of(peak).values()):
         with Copies() as copies:
