@@ -130,14 +130,12 @@ def chain(*parts: Any) -> Optimizer:
             grads, state = map.update(grads, state)
         params, state = optimizer.apply(grads, state, params)
 
-    A map's state is taken over only if the step is applied.
+    The state is the tuple of the states of all parts. A map's state changes only if the step is
+    applied.
 
     Args:
         parts: Gradient maps, which have ``init(params)`` and
             ``update(grads, state) -> (grads, state)``, and last an optimizer.
-
-    Returns:
-        An optimizer whose state is the tuple of its parts' states.
 
     Example:
         >>> from pureaccum import sgd
@@ -284,12 +282,9 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
             params[of_label], state[label] = optimizer.apply(*given)
 
     Args:
-        optimizers: The optimizer of each label.
+        optimizers: The optimizer of each label; the state has that of each, in a dict.
         label_of_path: Gives the label of a leaf from its path: the keys on the way to it, joined
             by dots. In a dict of a module's ``named_parameters()`` that is the parameter's name.
-
-    Returns:
-        An optimizer whose state is a dict from label to state.
 
     Example:
         >>> import torch

@@ -19,7 +19,6 @@ from .._base.checks import (
     check_state,
     here,
     read_tensors,
-    refuse_without_graph,
 )
 from .._base.dtensors import closed, opened, placed_like
 from .._base.states import loadable
@@ -40,7 +39,7 @@ from .._base.trees import (
     unflatten,
 )
 from .schedules import Schedule, rate_at
-from .update import fitting
+from .update import fitting, refuse_graph
 
 
 @loadable
@@ -82,18 +81,15 @@ def ema(decay: float | Schedule) -> Ema:
     average: the latest are taken over. So buffers can go along: a tree of both is averaged as
     ``use_buffers=True`` would.
 
-    At top level nothing is records. In your own ``torch.compile`` call it under ``no_grad`` where
-    parameters require grad: else each average keeps the graph of all before it.
+    Pass a step's ``info.applied`` to ``update``: a step that was not applied does not count.
+
+    At top level autograd records nothing. In your own ``torch.compile`` call it under ``no_grad``
+    where parameters require grad: else each average keeps the graph of all before it.
 
     Args:
         decay: What an average keeps of itself with every update, in [0, 1); or a function from the
             number of updates before this one, a 0-d tensor, to a 0-d tensor. The usual warm-up is
             ``lambda n: ((1 + n.double()) / (10 + n)).clamp(max=0.999)``.
-
-    Returns:
-        ``init(params)`` and ``update(state, params, applied=None)``; pass a step's
-        ``info.applied``, and a step that was not applied does not count. ``state.params`` is the
-        average.
 
     Example:
         >>> average_of = ema(0.75)
@@ -226,6 +222,6 @@ def _without_graph(leaves: list[Tensor]) -> AbstractContextManager[Any]:
     """Record nothing by plain autograd: every average would keep the graph of all before it."""
     if transform_active() or any_tangent(leaves):
         return nullcontext()
-    if here.backward is not None and any(x.requires_grad for x in leaves):
-        refuse_without_graph("an average by ema")
+    if here.backward is not None:
+        refuse_graph("an average by ema", leaves)
     return torch.no_grad()

@@ -7,12 +7,11 @@ state has its structure from the start; before the first step its numbers mean n
 """
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -24,6 +23,9 @@ from .._base.torch_internals.modes import transform_active
 from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
 from .update import BELONGS, Applied, Begin, Optimizer, Ready, optimizer_of
+
+
+StatePath = tuple[Any, ...]
 
 
 @loadable
@@ -58,9 +60,6 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         cls: A ``torch.optim.Optimizer`` class whose ``step`` needs no closure.
         settings: What the class takes after the parameters. ``lr`` may also be a schedule.
 
-    Returns:
-        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
-
     Example:
         >>> opt = from_torch(torch.optim.RMSprop, lr=0.1, alpha=0.75)
         >>> params = torch.tensor([1.0, 2.0])
@@ -72,108 +71,139 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         `torch.optim <https://docs.pytorch.org/docs/stable/optim.html>`_
     """
     _check_class(cls)
-    make: Callable[..., torch.optim.Optimizer] = cls
-    lr = settings.get("lr")
-    refuse_scheduler(lr)
-    # Which parts of the state of leaves of such shapes are Python numbers, once known.
-    seen: dict[Any, dict[StatePath, Any]] = {}
+    refuse_scheduler(settings.get("lr"))
+    made = _Class(cls, settings, settings.get("lr"), {})
+    # not the methods themselves, which note no settings
+    return optimizer_of(partial(made.init), made.check, in_graphs=False)
 
-    def begun(params: list[Tensor], grads: list[Tensor], rate: Any) -> torch.optim.Optimizer:
-        for param, grad in zip(params, grads, strict=True):
-            param.requires_grad_()
-            param.grad = grad.to(param.dtype, copy=True)  # some classes write to it, or keep it
-            if issubclass(cls, torch.optim.SparseAdam) and not grad.is_sparse:
-                param.grad = param.grad.to_sparse(1)
-        if callable(lr):
-            given = {**settings, "lr": float(rate)}
-            return make(params, **given)  # pyright: ignore[reportArgumentType]
-        return make(params, **settings)
 
-    def first_step(leaves: list[Tensor]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-        """What the class keeps for each leaf after a step on copies; its settings before that."""
-        copies = [x.detach().clone() for x in leaves]
-        ones = [torch.ones_like(x) for x in copies]
-        # A rate that any class takes: a schedule is asked for those of true steps alone.
-        optimizer = begun(copies, ones, 1e-3)
-        group = _encoded(_numbers(optimizer, lr), (), {})
-        optimizer.step()
-        kinds = seen.setdefault(_likeness(leaves), {})
-        kept = [_encoded(dict(optimizer.state[x]), (i,), kinds) for i, x in enumerate(copies)]
-        return kept, group, optimizer.defaults
+@contextmanager
+def _plainly() -> Generator[None]:
+    """Leave inference mode; what a class makes on no device in particular is on the CPU."""
+    here = torch.get_default_device().type == "cpu"
+    with outside_inference_mode(), nullcontext() if here else torch.device("cpu"):
+        yield
 
-    def init(params: Tree) -> TorchState:
+
+class _Class(NamedTuple):
+    """A class of torch with its settings, as pure functions.
+
+    Attributes:
+        cls: The class.
+        settings: What it takes after the parameters.
+        lr: Its learning rate, if it was given one.
+        kinds: Which parts of the state of leaves of such shapes are Python numbers, once known.
+    """
+
+    cls: Any
+    settings: dict[str, Any]
+    lr: Any
+    kinds: dict[Any, dict[StatePath, Any]]
+
+    def init(self, params: Tree) -> TorchState:
         """The state before the first step, in the structure that it has after that step."""
         leaves, spec = read_params(params)
-        _refuse_transforms(cls, leaves)
-        if isinstance(lr, (int, float)):
-            check_held(lr, leaves, spec)
+        _refuse_transforms(self.cls, leaves)
+        if isinstance(self.lr, (int, float)):
+            check_held(self.lr, leaves, spec)
         with _plainly():
-            per_leaf, group, settings = first_step(leaves)
-            count = with_settings(torch.zeros((), dtype=torch.int64, device="cpu"), settings)
+            per_leaf, group, defaults = self.first_step(leaves)
+            count = with_settings(torch.zeros((), dtype=torch.int64, device="cpu"), defaults)
             return TorchState(count, tree_map(torch.zeros_like, per_leaf), group)
 
-    def check(state: Any, params: Flat, root: str) -> Begin:
+    def check(self, state: Any, params: Flat, root: str) -> Begin:
         """Check that a state is one of this class and of these params."""
-        check_state(state, TorchState, f"from_torch({cls.__name__})", root)
+        check_state(state, TorchState, f"from_torch({self.cls.__name__})", root)
         if len(state.per_leaf) != len(params[0]):
             raise ValueError(
                 f"{root}.per_leaf has {len(state.per_leaf)} entries for {len(params[0])} leaves of "
                 f"params. {BELONGS}"
             )
-        return begin
+        return self.begin
 
-    def begin(state: Any, params: Flat) -> Ready:
+    def begin(self, state: Any, params: Flat) -> Ready:
         """A step of the class before it is taken."""
-        _refuse_transforms(cls, [])
-        leaves, spec = params
+        _refuse_transforms(self.cls, [])
         with _plainly():
+            lr = self.lr
             rate = rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
-            sound = not isinstance(rate, Tensor) or is_sound(rate, leaves)
-        return Ready(sound, partial(step, state, leaves, spec, rate))
+            sound = not isinstance(rate, Tensor) or is_sound(rate, params[0])
+        return Ready(sound, partial(self.step, state, params, rate))
 
     @_plainly()
     def step(
+        self,
         state: TorchState,
-        given: list[Tensor],
-        spec: optree.PyTreeSpec,
+        params: Flat,
         rate: Any,
         terms: list[Tensor],
         applied: Applied,
         donate: bool,
         norm: Tensor | None,
     ) -> tuple[Tree, TorchState]:
-        _refuse_transforms(cls, [*given, *terms])
+        """The next params and state."""
+        leaves, spec = params
+        _refuse_transforms(self.cls, [*leaves, *terms])
         before, state_spec = flatten(state)
-        work, before = taken([given, before], donate)
+        work, before = taken([leaves, before], donate)
         work = [x.clone() if x.is_inference() else x for x in work]  # they may not require grad
         kept = unflatten(state_spec, before)
         if bool(applied):
-            started = state.steps.item() > 0
-            if started and _likeness(given) not in seen:
-                first_step(given)
-            optimizer = begun(work, terms, rate)
-            numbers: dict[StatePath, Any] = {}
-            _encoded(_numbers(optimizer, lr), (), numbers)
-            optimizer.param_groups[0].update(_decoded(kept.group, (), numbers))
-            if started:
-                kinds = seen[_likeness(given)]
-                for i, (x, held) in enumerate(zip(work, kept.per_leaf, strict=True)):
-                    optimizer.state[x] = _decoded(held, (i,), kinds)
+            optimizer = self.resumed(kept, work, terms, rate)
             try:
                 optimizer.step()
                 per_leaf = [_encoded(dict(optimizer.state[x]), (), {}) for x in work]
-                _check_same(cls, per_leaf, kept.per_leaf)
-                numbers_ = _encoded(_numbers(optimizer, lr), (), {})
-                kept = TorchState(state.steps + 1, per_leaf, numbers_)
+                _check_same(self.cls, per_leaf, kept.per_leaf)
+                group = _encoded(_numbers(optimizer, self.lr), (), {})
+                kept = TorchState(state.steps + 1, per_leaf, group)
             except BaseException:
                 if donate:
-                    mark([*given, *tree_leaves(state)], Spoiled)
+                    mark([*leaves, *tree_leaves(state)], Spoiled)
                 raise
         if donate:
-            mark([*given, *tree_leaves(state)])
+            mark([*leaves, *tree_leaves(state)])
         return unflatten(spec, [x.detach() for x in work]), kept
 
-    return optimizer_of(init, check, in_graphs=False)
+    # The class itself, in place
+
+    def made(self, params: list[Tensor], grads: list[Tensor], rate: Any) -> torch.optim.Optimizer:
+        """An optimizer of the class over params, which are given these gradients."""
+        cls: Any = self.cls
+        for param, grad in zip(params, grads, strict=True):
+            param.requires_grad_()
+            param.grad = grad.to(param.dtype, copy=True)  # some classes write to it, or keep it
+            if issubclass(cls, torch.optim.SparseAdam) and not grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
+        settings: Any = self.settings | ({"lr": float(rate)} if callable(self.lr) else {})
+        return cls(params, **settings)
+
+    def first_step(self, leaves: list[Tensor]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+        """What the class keeps for each leaf after a step on copies; its settings before that."""
+        copies = [x.detach().clone() for x in leaves]
+        # A rate that any class takes: a schedule is asked for those of true steps alone.
+        optimizer = self.made(copies, [torch.ones_like(x) for x in copies], 1e-3)
+        group = _encoded(_numbers(optimizer, self.lr), (), {})
+        optimizer.step()
+        kinds = self.kinds.setdefault(_likeness(leaves), {})
+        kept = [_encoded(dict(optimizer.state[x]), (i,), kinds) for i, x in enumerate(copies)]
+        return kept, group, optimizer.defaults
+
+    def resumed(
+        self, kept: TorchState, work: list[Tensor], terms: list[Tensor], rate: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer of the class over ``work``, with what a state keeps put back into it."""
+        started = kept.steps.item() > 0
+        if started and _likeness(work) not in self.kinds:
+            self.first_step(work)
+        optimizer = self.made(work, terms, rate)
+        numbers: dict[StatePath, Any] = {}
+        _encoded(_numbers(optimizer, self.lr), (), numbers)
+        optimizer.param_groups[0].update(_decoded(kept.group, (), numbers))
+        if started:
+            kinds = self.kinds[_likeness(work)]
+            for i, (x, held) in enumerate(zip(work, kept.per_leaf, strict=True)):
+                optimizer.state[x] = _decoded(held, (i,), kinds)
+        return optimizer
 
 
 def _check_class(cls: Any) -> None:
@@ -190,14 +220,6 @@ def _check_class(cls: Any) -> None:
             "a closure and evaluates the loss again, as often as its line search asks for."
             f"{way_out}"
         )
-
-
-@contextmanager
-def _plainly() -> Generator[None]:
-    """Leave inference mode; what a class makes on no device in particular is on the CPU."""
-    here = torch.get_default_device().type == "cpu"
-    with outside_inference_mode(), nullcontext() if here else torch.device("cpu"):
-        yield
 
 
 def _refuse_transforms(cls: type, tensors: list[Tensor]) -> None:
@@ -225,7 +247,6 @@ def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:
 # Python numbers as tensors, and back ----------------------------------------------------------
 
 
-StatePath = tuple[Any, ...]
 DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 

@@ -28,7 +28,6 @@ from .._base.checks import (
 from .._base.dtensors import refuse_sharded
 from .._base.states import copies, hand_over, loadable
 from .._base.torch_internals.functorch import any_tangent
-from .._base.torch_internals.kernels import foreach_add_
 from .._base.torch_internals.modes import transform_active
 from .._base.trees import (
     Flat,
@@ -41,7 +40,7 @@ from .._base.trees import (
     widest_dtype,
 )
 from .from_torch import DTYPES
-from .line_search import Point, divide, strong_wolfe
+from .line_search import Line, Point, divide, strong_wolfe
 from .sam import Minimizer, asked, check_function, plainly
 from .schedules import check_kept, check_rate, kept_rate, rate_at
 from .update import BELONGS, Rate
@@ -129,10 +128,6 @@ def lbfgs(
             torch's default is 100.
         line_search_fn: ``"strong_wolfe"``, or None for steps of ``lr``, torch's default.
 
-    Returns:
-        ``init(params) -> state`` and ``apply(func, state, params) -> (params, state)``, where
-        ``func(params)`` gives ``(grads, value)``.
-
     Example:
         >>> import torch
         >>> from pureaccum import grad_and_value
@@ -163,25 +158,8 @@ def lbfgs(
     )
 
     def init(params: Tree) -> LBFGSState:
-        """The state before the first step, with zeros for all that will be remembered."""
-        leaves, spec = _read(params)
-        size, zero = rules.history_size, partial(leaves[0].new_zeros, (), dtype=_dtype(leaves))
-        # Each in the memory of one number: writing so many of them takes the time of evaluations.
-        zeros = [zero().expand(_size(leaves)) for _ in range(2 * size + 2)]
-        return LBFGSState(
-            steps=_number(0),
-            iterations=_number(0),
-            evaluations=_number(0),
-            lr=kept_rate(lr, leaves, spec),
-            value=_number(math.nan),
-            applied=_number(False),
-            gradient=zeros[-2],
-            move=zeros[-1],
-            moves=tuple(zeros[:size]),
-            changes=tuple(zeros[size:-2]),
-            weights=torch.zeros(size, dtype=torch.float64, device="cpu"),
-            scale=_number(1.0),
-        )
+        """The state before the first step."""
+        return _first_state(_read(params), lr, rules.history_size)
 
     def apply(
         func: Callable[[Tree], Any], state: LBFGSState, params: Tree, *, donate: bool = False
@@ -201,6 +179,28 @@ def lbfgs(
             return unflatten(spec, [copy[id(x)](x) if id(x) in copy else x for x in leaves])
 
     return Minimizer(init, apply)
+
+
+def _first_state(params: Flat, lr: Any, size: int) -> LBFGSState:
+    """A state with zeros for all that will be remembered."""
+    leaves, spec = params
+    zero = partial(leaves[0].new_zeros, (), dtype=_dtype(leaves))
+    # Each in the memory of one number: writing so many of them takes the time of evaluations.
+    zeros = [zero().expand(_size(leaves)) for _ in range(2 * size + 2)]
+    return LBFGSState(
+        steps=_number(0),
+        iterations=_number(0),
+        evaluations=_number(0),
+        lr=kept_rate(lr, leaves, spec),
+        value=_number(math.nan),
+        applied=_number(False),
+        gradient=zeros[-2],
+        move=zeros[-1],
+        moves=tuple(zeros[:size]),
+        changes=tuple(zeros[size:-2]),
+        weights=torch.zeros(size, dtype=torch.float64, device="cpu"),
+        scale=_number(1.0),
+    )
 
 
 def _read(params: Tree) -> Flat:
@@ -239,26 +239,32 @@ def _check(state: Any, leaves: list[Tensor], lr: Any, rules: Rules) -> None:
 # Iterations ------------------------------------------------------------------------------------
 
 
+class _Function:
+    """The function of a call as flat gradients and numbers of the host; it counts evaluations."""
+
+    def __init__(self, func: Callable[[Tree], Any], params: Flat) -> None:
+        self.func, self.params, self.evaluations = func, params, 0
+
+    def at(self, leaves: list[Tensor]) -> tuple[float, Tensor]:
+        self.evaluations += 1
+        grads, value = asked(self.func, leaves, self.params)
+        return float(value), _joined(grads, self.params[0])
+
+    def along(self, line: Line, t: Any) -> Point:
+        """A point on a line, which is infinitely high where anything is not finite."""
+        value, gradient = self.at(line.at(float(t)))
+        slope = _on_host(gradient.dot(line.d))  # not finite where any number of the gradient is not
+        finite = math.isfinite(value) and math.isfinite(slope)
+        return Point(t, value if finite else math.inf, gradient, slope)
+
+
 def _minimized(
     func: Callable[[Tree], Any], state: LBFGSState, given: Flat, rate: float, rules: Rules
 ) -> tuple[Tree, LBFGSState]:
     """The next params and state; what stays as it was are the old tensors themselves."""
     x, spec = given
-    evaluations = 0
-
-    def ask(leaves: list[Tensor]) -> tuple[float, Tensor]:
-        nonlocal evaluations
-        evaluations += 1
-        grads, value = asked(func, leaves, given)
-        return float(value), _joined(grads, x)
-
-    def point(d: Tensor, pieces: list[Tensor], t: Any) -> Point:
-        value, gradient = ask(_moved(x, pieces, float(t)))
-        slope = _on_host(gradient.dot(d))  # not finite where any number of the gradient is not
-        finite = math.isfinite(value) and math.isfinite(slope)
-        return Point(t, value if finite else math.inf, gradient, slope)
-
-    value, gradient = ask(copies([x])[0])
+    function = _Function(func, given)
+    value, gradient = function.at(copies([x])[0])
     first, steepest = value, _largest(gradient)
     applied = all(map(math.isfinite, (value, steepest, rate)))
     begins = applied and rate > 0 and steepest > rules.tolerance_grad
@@ -270,41 +276,51 @@ def _minimized(
         else:
             t *= min(1.0, 1.0 / _on_host(gradient.abs().sum()))
         d = _direction(state, gradient)
-        start = end = Point(0, value, gradient, _on_host(gradient.dot(d)))
-        pieces = _pieces(d, x)
-        if start.slope <= -rules.tolerance_change:
-            at = partial(point, d, pieces)
-            if rules.searches:
-                most = rules.max_eval - evaluations
-                end = strong_wolfe(at, start, t, _largest(d), most)
-            elif n == rules.max_iter:
-                end = start._replace(t=t)  # as in torch, nobody looks there
-            elif (there := at(t)).value < math.inf:
-                end = there
+        start = Point(0, value, gradient, _on_host(gradient.dot(d)))
+        line = Line(x, d, _pieces(d, x))
+        end = _found(function, line, start, t, n == rules.max_iter, rules)
         if end.t > 0:
             t = float(end.t)
-            x, move = _moved(x, pieces, t), d.mul_(t)
+            x, move = line.at(t), d.mul_(t)
         else:  # and it was at a minimum, or found no way from where this call began
             move = torch.zeros_like(d)
             applied = n > 1 or bool(abs(start.slope) < rules.tolerance_change)
         iterations, before, value, gradient = iterations + 1, gradient, end.value, end.gradient
-        if (
-            n == rules.max_iter
-            or evaluations >= rules.max_eval
-            or _largest(gradient) <= rules.tolerance_grad
-            or _largest(move) <= rules.tolerance_change
-            or abs(value - start.value) < rules.tolerance_change
-        ):
+        if function.evaluations >= rules.max_eval or _settled(start, end, move, rules):
             break
 
     return unflatten(spec, x), state._replace(
         steps=state.steps + applied,
         iterations=_number(iterations),
-        evaluations=state.evaluations + evaluations,
+        evaluations=state.evaluations + function.evaluations,
         value=_number(first),
         applied=_number(applied),
         gradient=before,
         move=move,
+    )
+
+
+def _found(
+    function: _Function, line: Line, start: Point, t: Any, is_last: bool, rules: Rules
+) -> Point:
+    """Where an iteration ends on its line: at the start if there is no way down."""
+    if not start.slope <= -rules.tolerance_change:
+        return start
+    at = partial(function.along, line)
+    if rules.searches:
+        return strong_wolfe(at, start, t, _largest(line.d), rules.max_eval - function.evaluations)
+    if is_last:
+        return start._replace(t=t)  # as in torch, nobody looks there
+    there = at(t)
+    return there if there.value < math.inf else start
+
+
+def _settled(start: Point, end: Point, move: Tensor, rules: Rules) -> bool:
+    """Whether gradient, parameters or value say that a call has nothing more to do."""
+    return (
+        _largest(end.gradient) <= rules.tolerance_grad
+        or _largest(move) <= rules.tolerance_change
+        or abs(end.value - start.value) < rules.tolerance_change
     )
 
 
@@ -361,13 +377,6 @@ def _pieces(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
     real = [real_parts(x) for x in like]
     parts = zip(vector.split([x.numel() for x in real]), real, strict=True)
     return [part.view(x.shape).to(x.device) for part, x in parts]
-
-
-def _moved(x: list[Tensor], pieces: list[Tensor], t: float) -> list[Tensor]:
-    """Leaves moved by ``t`` times their pieces, as new tensors."""
-    (new,) = copies([x])
-    foreach_add_([real_parts(y) for y in new], pieces, alpha=t)
-    return new
 
 
 def _copy(x: Tensor) -> Tensor:

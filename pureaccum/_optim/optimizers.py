@@ -32,7 +32,7 @@ class SGDState(NamedTuple):
 
     steps: Tensor
     lr: Any
-    momentum: Tree
+    momentum: Tree = ()  # where there is momentum
 
 
 @loadable
@@ -43,7 +43,7 @@ class AdamState(NamedTuple):
     lr: Any
     exp_avg: Tree
     exp_avg_sq: Tree
-    max_exp_avg_sq: Tree  # () without amsgrad
+    max_exp_avg_sq: Tree = ()  # with amsgrad
 
 
 @records
@@ -121,7 +121,7 @@ def _sgd(
         fused=fused,
         lr=lr,
         state=SGDState,
-        trees=(("momentum", momentum > 0),),
+        trees=("momentum",) if momentum else (),
         owner="sgd",
         settings=settings,
     )
@@ -303,7 +303,7 @@ def _adam(
         fused=fused,
         lr=lr,
         state=AdamState,
-        trees=(("exp_avg", True), ("exp_avg_sq", True), ("max_exp_avg_sq", amsgrad)),
+        trees=("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad),
         owner=owner,
         settings=settings | {"betas": (beta1, beta2), "decoupled_weight_decay": decoupled},
     )

@@ -67,10 +67,11 @@ def plateau(
     The rule is that of torch's ReduceLROnPlateau. A metric is better where it is below
     ``best * (1 - threshold)``, or ``best - threshold`` with ``"abs"``; with ``mode="max"`` where it
     is above ``best * (1 + threshold)``, or ``best + threshold``. Of a metric that may be negative
-    ask for ``"abs"``: a share of a negative number points the other way.
+    ask for ``"abs"``: a share of a negative number points the other way. A metric of NaN is never
+    better; after the best of all infs nothing is.
 
-    A metric of NaN is never better. It counts as one without improvement, and does not become the
-    best; an inf is compared like any number, and after the best of all infs nothing is better.
+    ``state.lr`` is the rate. Where the optimizer was made with a number, put it into the state of
+    training by ``tree_set``; a state that is given up with ``donate=True`` gets a clone of it.
 
     Args:
         lr: The first learning rate, a number or a 0-d tensor.
@@ -82,11 +83,6 @@ def plateau(
         cooldown: For how many updates after a lower rate none is counted as bad.
         min_lr: The rate is never lowered below this.
         eps: A rate that would fall by no more than this stays, so one below it never changes.
-
-    Returns:
-        ``init()`` and ``update(state, metric)``. ``state.lr`` is the rate: it is for the caller to
-        put it into the state of training, by ``tree_set``, where the optimizer was made with a
-        number; a state that is given up with ``donate=True`` gets a clone of it.
 
     Example:
         >>> falling = plateau(0.5, factor=0.5, patience=1)
@@ -102,13 +98,10 @@ def plateau(
     lr = read_rate("lr", lr)
     check_choice(threshold_mode, ("rel", "abs"), "threshold_mode")
     check_choice(mode, ("min", "max"), "mode")
-    expected = "a number from 0, and below 1"
-    factor = check_number(factor, "factor", expected, _below_one)
+    factor = check_number(factor, "factor", _SHARE, _below_one)
+    threshold = check_number(threshold, "threshold")
     if threshold_mode == "rel" and mode == "min":  # inf * 0 is NaN: nothing would ever be better
-        expected = f"{expected}: a share of the best metric"
-        threshold = check_number(threshold, "threshold", expected, _below_one)
-    else:
-        threshold = check_number(threshold, "threshold")
+        check_number(threshold, "threshold", f"{_SHARE}: a share of the best metric", _below_one)
     patience = check_int(patience, "patience", _COUNTED, 0, LARGEST_INT)
     cooldown = check_int(cooldown, "cooldown", _COUNTED, 0, LARGEST_INT)
     min_lr, eps = check_number(min_lr, "min_lr"), check_number(eps, "eps")
@@ -148,6 +141,7 @@ def plateau(
     return Plateau(init, update)
 
 
+_SHARE = "a number from 0, and below 1"
 _COUNTED = "an int of at least 0, a number of updates"
 
 
@@ -160,7 +154,7 @@ def _read_metric(metric: Any) -> Tensor:
     if not isinstance(metric, Tensor):
         expected = "a number or a 0-d tensor, such as the loss of an evaluation"
         number = check_number(metric, "metric", expected, lambda it: True)
-        return torch.full((), number, dtype=torch.float64, device="cpu")
+        return scalar(number, torch.float64, torch.device("cpu"))
     if metric.ndim or metric.is_complex() or metric.dtype == torch.bool:
         raise ValueError(
             f"metric is a tensor of shape {tuple(metric.shape)} and {metric.dtype}; expected a "

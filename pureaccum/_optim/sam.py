@@ -67,16 +67,12 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
         g, _ = func(params + rho * g / |g|)     # where g is zero: at params
         params, state = optimizer.apply(g, state, params)
 
-    Where the value or a gradient is not finite, params and the state of the optimizer come back
-    bit for bit as they were.
+    The gradients and the value are those of the whole batch. Where one is not finite, params and
+    the state of the optimizer come back bit for bit as they were.
 
     Args:
         optimizer: Any optimizer of gradients: ``sgd``, ``adam``, ``adamw``, a ``chain`` …
         rho: How far the other point lies from params, a number of at least 0.
-
-    Returns:
-        ``init(params) -> state`` and ``apply(func, state, params) -> (params, state)``, where
-        ``func(params)`` gives ``(grads, value)``, both of the whole batch.
 
     Example:
         >>> import torch
@@ -93,7 +89,6 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     rho, inner = check_number(rho, "rho"), as_optimizer(optimizer)
 
     def init(params: Tree) -> SAMState:
-        """The state before the first step."""
         device = read_params(params)[0][0].device
         value, applied = scalar(torch.nan, torch.float64, device), scalar(False, torch.bool, device)
         return SAMState(inner.init(params), value, applied)
@@ -101,7 +96,6 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     def apply(
         func: Callable[[Tree], Any], state: SAMState, params: Tree, *, donate: bool = False
     ) -> tuple[Tree, SAMState]:
-        """The next params and state; where anything is not finite, the old ones."""
         check_function(func, "sam")
         flat = read_params(params)
         check_state(state, SAMState, "sam")

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
-import optree
 import torch
 from torch import Tensor
 
@@ -141,6 +140,12 @@ def fitting_gradients(grads: Tree, params: Flat, root: str, cause: str) -> list[
     return terms
 
 
+def refuse_graph(what: str, tensors: list[Tensor]) -> None:
+    """Raise where a loss that plain autograd records would take a result for a constant."""
+    if any(x.requires_grad for x in tensors):
+        refuse_without_graph(what)
+
+
 # Optimizers of ours ------------------------------------------------------------------------
 
 
@@ -160,7 +165,7 @@ class Method(NamedTuple):
         fused: Whether the kernel itself leaves everything as it was where ``found_inf`` is 1.
         lr: The learning rate; one that is a number becomes part of the state.
         state: The class of the state: steps, learning rate and trees.
-        trees: The name of each tree, and whether it is kept, or is ``()``.
+        trees: The names of the trees that are kept; others are ``()``.
         owner: What errors call the optimizer.
         settings: Its other arguments, as torch calls them.
         runs: ``runs(step, rate)``: whether the kernel runs without waiting for a device.
@@ -170,8 +175,8 @@ class Method(NamedTuple):
     formula: Callable[[Tensor, Tensor, Tensor], Row]
     fused: bool
     lr: Rate
-    state: type
-    trees: tuple[tuple[str, bool], ...]
+    state: Any
+    trees: tuple[str, ...]
     owner: str
     settings: dict[str, Any]
     runs: Callable[[Tensor, float | Tensor], bool] = lambda step, rate: True
@@ -188,7 +193,7 @@ def _init(method: Method, params: Tree) -> Any:
     lr = kept_rate(method.lr, leaves, spec)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     zeros = partial(torch.zeros_like, requires_grad=False)
-    trees = {name: tree_map(zeros, params) if kept else () for name, kept in method.trees}
+    trees = {name: tree_map(zeros, params) for name in method.trees}
     return method.state(steps=with_settings(steps, method.settings), lr=lr, **trees)
 
 
@@ -196,8 +201,8 @@ def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
     """Check that a state is one of this method and fits these params."""
     check_state(state, method.state, method.owner, root)
     check_kept(method.lr, state.lr, root)
-    for name, kept in method.trees:
-        if kept:
+    for name in method.state._fields[2:]:  # beside steps and learning rate
+        if name in method.trees:
             fitting(getattr(state, name), params, (f"{root}.{name}", "params"))
         elif tree_leaves(getattr(state, name)):
             raise ValueError(
@@ -209,72 +214,65 @@ def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
 
 def _begin(method: Method, state: Any, params: Flat) -> Ready:
     """A step of a method before it is taken."""
-    trees = [tree_leaves(getattr(state, name)) for name, kept in method.trees if kept]
-    columns = [params[0], *trees]
+    trees = [tree_leaves(getattr(state, name)) for name in method.trees]
     rate = state.lr if isinstance(method.lr, float) else rate_at(method.lr, state.steps)
     if transform_active():  # a graph moves it once, and not for every dtype
-        rate = moved(rate, columns[0][0].device)
-    step = partial(_step, method, state, columns, params[1], rate)
-    return Ready(is_sound(rate, columns[0]), step)
+        rate = moved(rate, params[0][0].device)
+    return Ready(is_sound(rate, params[0]), _Begun(method, state, params, trees, rate).take)
 
 
-def _step(
-    method: Method,
-    state: Any,
-    columns: Columns,
-    spec: optree.PyTreeSpec,
-    rate: Tensor,
-    grads: list[Tensor],
-    applied: Applied,
-    donate: bool,
-    norm: Tensor | None,
-) -> tuple[Tree, Any]:
-    """The next params and state, from the columns of both."""
-    pairs = zip(grads, columns[0], strict=True)
-    terms = [g if g.dtype == x.dtype and not g.is_sparse else _dense(g, x.dtype) for g, x in pairs]
-    own = (writes := may_write()) and donate
-    held = isinstance(method.lr, float)  # whether the rate is in the state
-    given_up = [*chain(*columns), state.steps, *([state.lr] if held else [])] if own else []
-    columns, terms, layouts = _on_this_rank(columns, terms)
-    # What the next state holds beside the columns is made before anything is written.
-    step, lr = state.steps + 1, state.lr.clone() if held else ()
-    more = applied if isinstance(applied, bool) else moved(applied, state.steps.device)
-    count = step if applied is True else state.steps + more
-    given = terms, columns, step, rate, applied
-    imagined = not writes and (transform_active() or type(step) is not Tensor)  # no numbers
-    if imagined or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
-        new = by_formula(method, *given)
-    else:
-        if here.backward is not None and any(x.requires_grad for x in [*terms, *chain(*columns)]):
-            refuse_without_graph(f"a step of {method.owner}")
-        foreach = not method.fused and columns[0][0].device.type != "cpu"
-        with torch.no_grad():
-            new = by_kernel(method, *given, given_up, foreach)
-    if own:
-        mark(given_up)
-    new = new if layouts is None else [closed(column, layouts) for column in new]
-    new_params, *later = [unflatten(spec, column) for column in new]
-    found = iter(later)
-    trees = {name: next(found) if kept else () for name, kept in method.trees}
-    # not _replace, from which torch 2.11's compiler returns broken tuples
-    return new_params, method.state(steps=count, lr=lr, **trees)
+class _Begun(NamedTuple):
+    """A step that knows its learning rate; trees are those of the state, leaf by leaf."""
+
+    method: Method
+    state: Any
+    params: Flat
+    trees: Columns
+    rate: Tensor
+
+    def take(
+        self, grads: list[Tensor], applied: Applied, donate: bool, norm: Tensor | None
+    ) -> tuple[Tree, Any]:
+        """The next params and state, from the columns of both."""
+        method, state, (leaves, spec), trees, rate = self
+        own = (writes := may_write()) and donate
+        given_up = [*leaves, *tree_leaves(state)] if own else []
+        columns, terms, layouts = _on_this_rank([leaves, *trees], grads)
+        # What the next state holds beside the columns is made before anything is written.
+        step, lr = state.steps + 1, state.lr.clone() if isinstance(method.lr, float) else ()
+        more = applied if isinstance(applied, bool) else moved(applied, state.steps.device)
+        count = step if applied is True else state.steps + more
+        tensors = [*terms, *chain(*columns)]
+        imagined = not writes and (transform_active() or type(step) is not Tensor)  # no numbers
+        if imagined or any_tangent([rate, *tensors]):  # kernels lose them
+            new = by_formula(method, terms, columns, step, rate, applied)
+        else:
+            if here.backward is not None:
+                refuse_graph(f"a step of {method.owner}", tensors)
+            foreach = columns[0][0].device.type != "cpu"
+            with torch.no_grad():
+                new = by_kernel(method, terms, columns, step, rate, applied, given_up, foreach)
+        if own:
+            mark(given_up)
+        new = new if layouts is None else [closed(column, layouts) for column in new]
+        new_params, *later = [unflatten(spec, column) for column in new]
+        held = dict(zip(method.trees, later, strict=True))
+        # not _replace, from which torch 2.11's compiler returns broken tuples
+        return new_params, method.state(steps=count, lr=lr, **held)
 
 
 def _on_this_rank(
     columns: Columns, grads: list[Tensor]
 ) -> tuple[Columns, list[Tensor], Layouts | None]:
-    """Local parts, which are all that a method looks at: it goes element by element."""
+    """Local parts, which are all that a method looks at, and dense gradients of their dtypes."""
     params = columns[0]
+    dense = [g.to_dense() if g.is_sparse else g for g in grads]
+    terms = [g if g.dtype == x.dtype else g.to(x.dtype) for g, x in zip(dense, params, strict=True)]
     if not any_sharded(params):
-        return columns, grads, None
+        return columns, terms, None
     parts, layouts = opened(params)
     rest = [opened(placed_like(column, params))[0] for column in columns[1:]]
-    return [parts, *rest], opened(placed_like(grads, params))[0], layouts
-
-
-def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    dense = grad.to_dense() if grad.is_sparse else grad
-    return dense if dense.dtype == dtype else dense.to(dtype)
+    return [parts, *rest], opened(placed_like(terms, params))[0], layouts
 
 
 # The next columns, in two ways ---------------------------------------------------------------
@@ -329,6 +327,7 @@ def by_kernel(
     """
     number = known(rate)
     rate_ = rate if number is None else number
+    foreach = foreach and not method.fused
     if method.fused:
         refuse_fused(method.owner, columns[0])
     if not method.runs(step, rate_) and applied is not False:
