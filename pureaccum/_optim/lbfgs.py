@@ -113,9 +113,8 @@ def lbfgs(
     it in the memory of one microbatch. In float64 parameters are those of torch's class to the bit.
     As there, the host looks at numbers to decide, and waits for a device; under vmap, torch.func
     and torch.compile that is an error. Ranks whose functions give the same numbers stay the same.
-
-    Where only ``max_iter`` ends calls and no search is cut short, n calls of one iteration are one
-    call of n, bit for bit; each evaluates once more, where it begins.
+    n calls of one iteration are one call of n, bit for bit, where only ``max_iter`` ends them and
+    no search is cut short; each evaluates once more, where it begins.
 
     Args:
         lr: A float, a tensor or a schedule: see ``sgd``. A line search begins there.

@@ -89,6 +89,7 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     rho, inner = check_number(rho, "rho"), as_optimizer(optimizer)
 
     def init(params: Tree) -> SAMState:
+        """The state before the first step."""
         device = read_params(params)[0][0].device
         value, applied = scalar(torch.nan, torch.float64, device), scalar(False, torch.bool, device)
         return SAMState(inner.init(params), value, applied)
@@ -96,6 +97,7 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     def apply(
         func: Callable[[Tree], Any], state: SAMState, params: Tree, *, donate: bool = False
     ) -> tuple[Tree, SAMState]:
+        """The next params and state; where anything is not finite, the old ones."""
         check_function(func, "sam")
         flat = read_params(params)
         check_state(state, SAMState, "sam")
