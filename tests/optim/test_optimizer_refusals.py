@@ -2,6 +2,8 @@
 
 import math
 from fractions import Fraction
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,40 +20,135 @@ from tests.refusals import refused, saying
 
 pytestmark = pytest.mark.faults
 DONATE = pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
-MAKERS = pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
 PARAMS = make_params()
+ADAMS = (pa.adam, pa.adamw)
+BELONGS = "belongs to the params that it was made from by init"
+OTHER = "A state of another configuration?"
+STATEFUL = {
+    "sgd": (pa.sgd(0.1, 0.9), "momentum"),
+    "adam": (pa.adam(0.1), "exp_avg"),
+    "adamw": (pa.adamw(0.1, amsgrad=True), "max_exp_avg_sq"),
+    "fused adamw": (pa.adamw(0.1, fused=True), "exp_avg_sq"),
+}
 
 
-def lr_is(value):
-    return (f"lr is {value!r}", "a float, a 0-d tensor or a schedule")
+def is_by(value, *numbers):
+    """Numbers are of a wrong value, all else of a wrong type."""
+    return ValueError if type(value) in (numbers or (float,)) else TypeError
 
 
 # Settings -------------------------------------------------------------------------------
 
 
-@MAKERS
-def test_learning_rates_that_make_no_sense_are_refused(make):
-    for value in (-0.1, math.nan, math.inf):
-        with refused(ValueError, *lr_is(value), "not negative"):
-            make(value)
-    for value in (None, "0.1", True):
-        with refused(TypeError, *lr_is(value), type(value).__name__):
-            make(value)
-    with refused(ValueError, "lr is a tensor of shape (2,)"):
-        make(torch.ones(2))
+def settings():
+    """What is called, and what the error has to say."""
+    for make in (pa.sgd, *ADAMS):
+        rate = "a float, a 0-d tensor or a schedule"
+        for value in (-0.1, math.nan, math.inf):
+            yield partial(make, value), ValueError, (f"lr is {value!r}", rate, "not negative")
+        for value in (None, "0.1", True):
+            words = (f"lr is {value!r}", rate, type(value).__name__)
+            yield partial(make, value), TypeError, words
+        yield partial(make, torch.ones(2)), ValueError, ("lr is a tensor of shape (2,)",)
+        names = ("weight_decay", "momentum" if make is pa.sgd else "eps")
+        for name, value in product(names, (-1e-3, math.inf, math.nan, None, "1", True)):
+            words = (f"{name} is {value!r}", "a finite number of at least 0")
+            yield partial(make, 0.1, **{name: value}), is_by(value), words
+    torchs = lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
+    adam_of_torch = partial(pa.from_torch, torch.optim.Adam)
+    for make, value in product((pa.sgd, *ADAMS, adam_of_torch), (torchs, lr_scheduler.StepLR)):
+        words = ("lr is a scheduler of torch, StepLR", "a schedule", "cosine_decay")
+        yield partial(make, lr=value), TypeError, words
+    for value in (math.nan, None):
+        words = (f"dampening is {value!r}", "a finite number")
+        yield partial(pa.sgd, 0.1, 0.9, value), is_by(value), words
+    for make, beta, i in product(ADAMS, (-0.1, 1.0, 1.5, math.nan, "a"), (0, 1)):
+        words = (f"betas[{i}] is {beta!r}", "a number from 0 to less than 1")
+        yield partial(make, 0.1, [(beta, 0.9), (0.9, beta)][i]), is_by(beta), words
+    for make, betas in product(ADAMS, ((0.9,), (0.9,) * 3, 0.9)):
+        words = (f"betas is {betas!r}", "two numbers from 0 to less than 1")
+        yield partial(make, 0.1, betas), ValueError, words
+    for momentum, dampening in ((0.0, 0.0), (0.9, 0.1), (0.0, 0.1)):
+        words = ("nesterov=True", f"momentum={momentum!r}", f"dampening={dampening!r}")
+        make = partial(pa.sgd, 0.1, momentum, dampening, nesterov=True)
+        yield make, ValueError, (*words, "needs a momentum above zero")
+    for value in (0, -1.0, math.nan, None, True, "1"):
+        words = (f"max_norm is {value!r}", "a number above zero")
+        yield partial(pa.clip_by_global_norm, value), is_by(value, int, float), words
 
 
-def torchs_scheduler():
-    return lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
+def takers(opt):
+    """What takes an optimizer, and what it calls it."""
+    yield partial(pa.make_step, lambda params, batch: params["w"].sum(), opt), "optimizer"
+    yield partial(pa.chain, pa.clip_by_global_norm(1.0), opt), "the last part of chain"
+    yield partial(pa.partition, {"a": opt}, str), "the optimizer labelled 'a'"
 
 
-@pytest.mark.parametrize(
-    "make", [pa.sgd, pa.adam, pa.adamw, lambda lr: pa.from_torch(torch.optim.Adam, lr=lr)]
-)
-def test_a_scheduler_of_torch_in_place_of_a_learning_rate_is_refused(make):
-    for value in (torchs_scheduler(), lr_scheduler.StepLR):
-        with refused(TypeError, "lr is a scheduler of torch, StepLR", "a schedule", "cosine_decay"):
-            make(value)
+def parts():
+    """What is no optimizer, and what is no map."""
+    for cls in (torch.optim.Adam, torch.optim.RMSprop):
+        for opt in (cls, cls([torch.ones(1)])):
+            for take, name in takers(opt):
+                words = (f"{name} is torch's {cls.__name__}", "in place")
+                yield take, TypeError, (*words, f"from_torch({cls.__name__}, lr=...)")
+    for given, came in (
+        (pa.clip_by_global_norm(1.0), "a GradientMap"),
+        (Count(), "a Count"),
+        (None, "a NoneType"),
+        (0.1, "a float"),
+        (pa.sgd, "a function"),
+        (Count, "the class Count"),
+        (torch.nn.Linear(1, 1), "a Linear"),
+    ):
+        for take, name in takers(given):
+            words = (f"{name} is {came}", "init(params)", "apply(grads, state, params)")
+            yield take, TypeError, (*words, "chain(*maps, optimizer)")
+    for take, name in takers(Polyak):
+        yield take, TypeError, (f"{name} is the class Polyak",)
+    words = ("chain() got nothing", "gradient maps and, last, an optimizer")
+    yield pa.chain, ValueError, words
+    for part, came in ((0.1, "a float"), (torch.relu, "a builtin_function_or_method")):
+        words = (f"part 0 of chain is {came}", "a gradient map", "update(grads")
+        yield partial(pa.chain, part, pa.sgd(0.1)), TypeError, words
+    for part in (pa.sgd(0.1), Polyak()):
+        words = (f"part 1 of chain is a {type(part).__name__}",)
+        run = partial(pa.chain, Count(), part, pa.sgd(0.1))
+        yield run, TypeError, (*words, "It is an optimizer, which comes last")
+    words = ("part 0 of chain is the class Count",)
+    yield partial(pa.chain, Count, pa.sgd(0.1)), TypeError, words
+    words = ("partition got no optimizers", "one for each label")
+    yield partial(pa.partition, {}, str), ValueError, words
+    for label in ("none", None, 3):
+        opt = pa.partition({"a": pa.sgd(0.1), "b": pa.sgd(0.1)}, lambda path, it=label: it)
+        words = (f"label_of_path('b') is {label!r}", "one of ['a', 'b']")
+        yield partial(opt.init, PARAMS), ValueError, words
+    # keys with dots in them: one of the leaves would be left out without a word
+    params = {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}
+    init = pa.partition({"x": pa.sgd(0.1)}, lambda path: "x").init
+    words = ("'a.b'", "params['a']['b']", "params['a.b']")
+    yield partial(init, params), ValueError, words
+    words = ("the optimizer keeps 'x' under", "'name'", "tensors and numbers")
+    yield partial(pa.from_torch(Strange, lr=0.1).init, PARAMS), TypeError, words
+
+
+def strange(self, closure=None):
+    for x in self.param_groups[0]["params"]:
+        self.state[x]["name"] = "x"
+
+
+Strange = type("Strange", (torch.optim.SGD,), {"step": strange})
+
+
+@pytest.mark.parametrize(("run", "error", "words"), [*settings(), *parts()])
+def test_what_an_optimizer_is_not_made_of_is_refused(run, error, words):
+    with refused(error, *words, given=PARAMS):
+        run()
+
+
+@pytest.mark.parametrize("part", [0.1, torch.relu])
+def test_what_is_no_part_of_a_chain_is_not_taken_for_an_optimizer(part):
+    with pytest.raises(TypeError, match=r"-> \(grads, state\)\.$"):
+        pa.chain(part, pa.sgd(0.1))
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, Fraction])
@@ -75,205 +172,101 @@ def test_numbers_of_other_libraries_are_numbers(kind):
     pa.adam(betas=[half, half])
 
 
-@MAKERS
-@pytest.mark.parametrize("name", ["weight_decay", "eps", "momentum"])
-@pytest.mark.parametrize("value", [-1e-3, math.inf, math.nan, None, "1", True])
-def test_settings_below_zero_or_no_numbers_are_refused(make, name, value):
-    if name not in {pa.sgd: ("weight_decay", "momentum")}.get(make, ("weight_decay", "eps")):
-        return
-    error = ValueError if isinstance(value, float) else TypeError
-    with refused(error, f"{name} is {value!r}", "a finite number of at least 0"):
-        make(0.1, **{name: value})
+# States and gradients ---------------------------------------------------------------------
 
 
-def test_a_dampening_that_is_no_number():
-    for value, error in ((math.nan, ValueError), (None, TypeError)):
-        with refused(error, f"dampening is {value!r}", "a finite number"):
-            pa.sgd(0.1, 0.9, value)
-
-
-@pytest.mark.parametrize("make", [pa.adam, pa.adamw])
-@pytest.mark.parametrize("beta", [-0.1, 1.0, 1.5, math.nan, "a"])
-def test_betas_out_of_range_are_refused(make, beta):
-    error = ValueError if isinstance(beta, float) else TypeError
-    for i, betas in enumerate([(beta, 0.9), (0.9, beta)]):
-        with refused(error, f"betas[{i}] is {beta!r}", "a number from 0 to less than 1"):
-            make(0.1, betas)
-
-
-@pytest.mark.parametrize("make", [pa.adam, pa.adamw])
-@pytest.mark.parametrize("betas", [(0.9,), (0.9,) * 3, 0.9])
-def test_betas_are_two(make, betas):
-    with refused(ValueError, f"betas is {betas!r}", "two numbers from 0 to less than 1"):
-        make(0.1, betas)
-
-
-@pytest.mark.parametrize(("momentum", "dampening"), [(0.0, 0.0), (0.9, 0.1), (0.0, 0.1)])
-def test_nesterov_needs_momentum_and_no_dampening(momentum, dampening):
-    words = (f"momentum={momentum!r}", f"dampening={dampening!r}", "needs a momentum above zero")
-    with refused(ValueError, "nesterov=True", *words):
-        pa.sgd(0.1, momentum, dampening, nesterov=True)
-
-
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, None, True, "1"])
-def test_a_norm_that_clips_nothing_right_is_refused(value):
-    error = ValueError if type(value) in (int, float) else TypeError
-    with refused(error, f"max_norm is {value!r}", "a number above zero"):
-        pa.clip_by_global_norm(value)
-
-
-# States ---------------------------------------------------------------------------------
-
-
-BELONGS = "belongs to the params that it was made from by init"
-OTHER = "A state of another configuration?"
-STATEFUL = {
-    "sgd": (pa.sgd(0.1, 0.9), "momentum"),
-    "adam": (pa.adam(0.1), "exp_avg"),
-    "adamw": (pa.adamw(0.1, amsgrad=True), "max_exp_avg_sq"),
-    "fused adamw": (pa.adamw(0.1, fused=True), "exp_avg_sq"),
-}
-
-
-@DONATE
-@pytest.mark.parametrize("kind", STATEFUL)
-@pytest.mark.parametrize("state", [None, (), {}, 3, pa.accumulator(lambda p, x: p).init(PARAMS)])
-def test_a_state_of_another_kind_is_refused(kind, state, donate):
-    opt = STATEFUL[kind][0]
-    expected = type(opt.init(PARAMS)).__name__
-    with refused(TypeError, f"state is a {type(state).__name__}", expected, OTHER, given=PARAMS):
-        opt.apply(PARAMS, state, PARAMS, donate=donate)
-
-
-@DONATE
-def test_states_of_each_other_are_refused(donate):
+def misfits():
+    """An optimizer, what it is given, and what the error has to say."""
     params = make_params()
-    sgd, adam = pa.sgd(0.1), pa.adam(0.1)
-    given = (params, sgd.init(params), adam.init(params))
-    with refused(TypeError, "state is a AdamState", "sgd expects the SGDState", given=given):
-        sgd.apply(PARAMS, given[2], params, donate=donate)
-    with refused(TypeError, "state is a SGDState", "adam expects the AdamState", given=given):
-        adam.apply(PARAMS, given[1], params, donate=donate)
-    other = pa.from_torch(torch.optim.SGD)
-    with refused(TypeError, "state is a SGDState", "from_torch(SGD) expects the TorchState"):
-        other.apply(PARAMS, given[1], params, donate=donate)
-
-
-@DONATE
-@MAKERS
-@pytest.mark.parametrize(("ours", "theirs"), [(0.1, torch.tensor(0.1)), (pa.constant(0.1), 0.2)])
-def test_a_rate_where_none_is_kept_is_refused(make, ours, theirs, donate):
-    params, opt = make_params(), make(ours)
-    state = make(theirs).init(params)
-    words = (f"state.lr is {state.lr!r}", "made with lr=", "A number is kept in the state", OTHER)
-    with refused(ValueError, *words, given=(params, state)):
-        opt.apply(PARAMS, state, params, donate=donate)
-
-
-@DONATE
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_shapes_of_another_model_are_named_leaf_by_leaf(kind, donate):
-    opt, name = STATEFUL[kind]
-    params = make_params()
-    for path, changed in (
-        ("['w']", {"w": torch.ones(2, 2)}),
-        ("['in'][0]", {"in": [torch.ones(1)]}),
-    ):
-        other = params | changed
-        state = opt.init(params)
-        held = state._replace(**{name: getattr(opt.init(other), name)})
-        shapes = [tuple(x.shape) for x in (leaves(changed)[0], leaves(params)[0])]
-        with refused(
-            ValueError,
-            f"state.{name}{path} has shape {shapes[0]}",
-            "params has",
-            BELONGS,
-            given=(params, held),
+    less, yet = {"w": params["w"], "b": params["b"]}, "one gradient for each leaf"
+    for opt, name in STATEFUL.values():
+        state, kind = opt.init(params), type(opt.init(PARAMS)).__name__
+        for other in (None, (), {}, 3, pa.accumulator(lambda p, x: p).init(PARAMS)):
+            words = (f"state is a {type(other).__name__}", kind, OTHER)
+            yield opt, (PARAMS, other, PARAMS), TypeError, words
+        for path, changed in (
+            ("['w']", {"w": torch.ones(2, 2)}),
+            ("['in'][0]", {"in": [torch.ones(1)]}),
         ):
-            opt.apply(PARAMS, held, params, donate=donate)
-        with refused(
-            ValueError,
-            f"grads{path} has shape {shapes[0]}",
-            "params has",
-            "one gradient for each leaf",
-            given=(params, state),
-        ):
-            opt.apply(other, state, params, donate=donate)
-
-
-@DONATE
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_trees_of_another_model_are_refused(kind, donate):
-    opt, name = STATEFUL[kind]
-    params = make_params()
-    state = opt.init(params)
-    less = {"w": params["w"], "b": params["b"]}
-    held = state._replace(**{name: getattr(opt.init(less), name)})
-    with refused(
-        ValueError,
-        f"state.{name} does not have the structure of params",
-        f"state.{name}['in'][0] is missing",
-        BELONGS,
-        given=(params, held),
+            other, words = params | changed, (f"has shape {tuple(leaves(changed)[0].shape)}",)
+            held = state._replace(**{name: getattr(opt.init(other), name)})
+            more = (f"state.{name}{path} {words[0]}", "params has", BELONGS)
+            yield opt, (PARAMS, held, params), ValueError, more
+            more = (f"grads{path} {words[0]}", "params has", yet)
+            yield opt, (other, state, params), ValueError, more
+        held = state._replace(**{name: getattr(opt.init(less), name)})
+        missing = "['in'][0] is missing"
+        words = (f"state.{name} does not have the structure of params", f"state.{name}{missing}")
+        yield opt, (PARAMS, held, params), ValueError, (*words, BELONGS)
+        words = ("grads does not have the structure of params", f"grads{missing}")
+        yield opt, (less, state, params), ValueError, words
+        wrong = params | {"b": 1.0}
+        held = state._replace(**{name: wrong})
+        words = (f"state.{name}['b'] is a float", BELONGS)
+        yield opt, (PARAMS, held, params), TypeError, words
+        words = ("grads['b'] is a float", "expected a tensor")
+        yield opt, (wrong, state, params), TypeError, words
+    # A cast would drop the imaginary parts.
+    adam = pa.from_torch(torch.optim.Adam)
+    for opt in (*(opt for opt, _ in STATEFUL.values()), adam):
+        words = ("grads['w'] is torch.complex64", "torch.float32 there", "to be real")
+        grads = params | {"w": params["w"] * 1j}
+        yield opt, (grads, opt.init(params), params), TypeError, words
+    for opt, other, came, expected in (
+        (pa.sgd(0.1), pa.adam(0.1), "AdamState", "sgd expects the SGDState"),
+        (pa.adam(0.1), pa.sgd(0.1), "SGDState", "adam expects the AdamState"),
+        (
+            pa.from_torch(torch.optim.SGD),
+            pa.sgd(0.1),
+            "SGDState",
+            "from_torch(SGD) expects the TorchState",
+        ),
     ):
-        opt.apply(PARAMS, held, params, donate=donate)
-    with refused(
-        ValueError,
-        "grads does not have the structure of params",
-        "grads['in'][0] is missing",
-        given=(params, state),
-    ):
-        opt.apply(less, state, params, donate=donate)
-
-
-@DONATE
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_leaves_that_are_no_tensors_are_named(kind, donate):
-    opt, name = STATEFUL[kind]
-    params, wrong = make_params(), make_params() | {"b": 1.0}
-    state = opt.init(params)
-    held = state._replace(**{name: wrong})
-    with refused(TypeError, f"state.{name}['b'] is a float", BELONGS, given=(params, state)):
-        opt.apply(PARAMS, held, params, donate=donate)
-    with refused(TypeError, "grads['b'] is a float", "expected a tensor", given=(params, state)):
-        opt.apply(wrong, state, params, donate=donate)
-
-
-@DONATE
-def test_a_state_that_lacks_a_tree_is_refused(donate):
-    params = make_params()
-    for less, more, name in (
+        words = (f"state is a {came}", expected)
+        yield opt, (PARAMS, other.init(params), params), TypeError, words
+    rates = ((0.1, torch.tensor(0.1)), (pa.constant(0.1), 0.2))
+    for make, (ours, theirs) in product((pa.sgd, *ADAMS), rates):
+        state = make(theirs).init(params)
+        words = (f"state.lr is {state.lr!r}", "made with lr=", "A number is kept in the state")
+        yield make(ours), (PARAMS, state, params), ValueError, (*words, OTHER)
+    for fewer, more, name in (
         (pa.sgd(0.1), pa.sgd(0.1, 0.9), "momentum"),
         (pa.adam(0.1), pa.adam(0.1, amsgrad=True), "max_exp_avg_sq"),
     ):
-        state = less.init(params)
-        with refused(ValueError, f"state.{name}", "is missing", BELONGS, given=(params, state)):
-            more.apply(PARAMS, state, params, donate=donate)
-
-
-@DONATE
-def test_a_state_with_a_tree_too_many_is_refused(donate):
-    """It would come along for ever, shared by every state after it."""
-    params = make_params()
-    for less, more, name in (
-        (pa.sgd(0.1), pa.sgd(0.1, 0.9), "momentum"),
-        (pa.adam(0.1), pa.adam(0.1, amsgrad=True), "max_exp_avg_sq"),
-    ):
-        state = more.init(params)
-        with refused(ValueError, f"state.{name}", OTHER, given=(params, state)):
-            less.apply(PARAMS, state, params, donate=donate)
-
-
-@DONATE
-def test_a_state_of_from_torch_for_fewer_leaves_is_refused(donate):
-    opt, params = pa.from_torch(torch.optim.Adam), make_params()
-    state = opt.init({"w": params["w"]})
+        words = (f"state.{name}", "is missing", BELONGS)
+        yield more, (PARAMS, fewer.init(params), params), ValueError, words
+        # it would come along for ever, shared by every state after it
+        yield fewer, (PARAMS, more.init(params), params), ValueError, (f"state.{name}", OTHER)
+    one = {"w": params["w"]}
     words = ("state.per_leaf has 1 entries for 3 leaves of params", "made from by init")
-    with refused(ValueError, *words, given=(params, state)):
-        opt.apply(PARAMS, state, params, donate=donate)
-    state = opt.init(params)
-    with refused(ValueError, "grads", "one gradient for each leaf", given=(params, state)):
-        opt.apply({"w": params["w"]}, state, params, donate=donate)
+    yield adam, (PARAMS, adam.init(one), params), ValueError, words
+    yield adam, (one, adam.init(params), params), ValueError, ("grads", yet)
+    chain = pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1))
+    for state in ((), ((),), ((), (), ()), [(), ()], {}, None):
+        came = f"tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
+        words = (f"state is a {came}", "a chain of 2 parts", OTHER)
+        yield chain, (PARAMS, state, params), TypeError, words
+    parts = pa.partition({"a": pa.sgd(0.1), "z": pa.adam(0.1)}, lambda path: "az"[path == "w"])
+    state = parts.init(params)
+    for other, came in (
+        ({"a": state["a"]}, "['a']"),
+        (state | {"c": ()}, "['a', 'c', 'z']"),
+        ((), "a tuple"),
+        (None, "a NoneType"),
+    ):
+        words = (f"state of partition holds {came}", "['a', 'z']", OTHER)
+        yield parts, (PARAMS, other, params), TypeError, words
+    yield parts, (one, state, params), ValueError, ("grads", yet)
+    # a state that does not fit is found before the first part has done anything
+    words = ("state['z'] is a SGDState",)
+    yield parts, (PARAMS, state | {"z": state["a"]}, params), TypeError, words
+
+
+@DONATE
+@pytest.mark.parametrize(("opt", "given", "error", "words"), [*misfits()])
+def test_a_state_or_gradients_that_do_not_fit_are_refused(opt, given, error, words, donate):
+    with refused(error, *words, given=given):
+        opt.apply(*given, donate=donate)
 
 
 class Growing(torch.optim.SGD):
@@ -285,13 +278,6 @@ class Growing(torch.optim.SGD):
             state["n"] = state.get("n", 0) + 1
             if state["n"] == 3:
                 state["late"] = torch.ones(1)
-        return super().step(closure)
-
-
-class Strange(torch.optim.SGD):
-    def step(self, closure=None):
-        for x in self.param_groups[0]["params"]:
-            self.state[x]["name"] = "x"
         return super().step(closure)
 
 
@@ -310,12 +296,6 @@ def test_a_class_whose_state_changes_its_structure_is_refused(donate):
             x + 1
 
 
-def test_a_class_that_keeps_what_is_no_number_is_refused():
-    words = ("the optimizer keeps 'x' under", "'name'", "tensors and numbers")
-    with refused(TypeError, *words, given=PARAMS):
-        pa.from_torch(Strange, lr=0.1).init(PARAMS)
-
-
 # Parameters -----------------------------------------------------------------------------
 
 
@@ -332,18 +312,6 @@ def test_parameters_that_cannot_be_optimized_are_refused(kind):
         opt.init({"n": torch.ones(2, dtype=torch.int64)})
     with refused(TypeError, "params['n'] is a float", "expected a tensor"):
         opt.init({"n": 0.5})
-
-
-@DONATE
-@pytest.mark.parametrize("kind", [*STATEFUL, "from_torch"])
-def test_a_complex_gradient_of_a_real_parameter_is_refused(kind, donate):
-    """A cast would drop the imaginary parts."""
-    opt = {"from_torch": pa.from_torch(torch.optim.Adam)}.get(kind, STATEFUL.get(kind, [None])[0])
-    params = make_params()
-    state, grads = opt.init(params), params | {"w": params["w"] * 1j}
-    words = ("grads['w'] is torch.complex64", "torch.float32 there", "to be real")
-    with refused(TypeError, *words, given=(params, state)):
-        opt.apply(grads, state, params, donate=donate)
 
 
 @DONATE
@@ -387,90 +355,74 @@ def test_an_error_in_the_middle_of_the_leaves_loses_nothing(make, flag, donate, 
             x + 1
 
 
-# What is no optimizer, what is no map ---------------------------------------------------
+# Users' own parts -------------------------------------------------------------------------
 
 
-def loss(params, batch):
-    return (params["w"] * batch).sum()
+def a_map(change):
+    """A user's map that returns other gradients than it has to."""
+    update = lambda self, grads, state: (change(grads), state)  # noqa: E731
+    return type("Other", (Count,), {"update": update})()
 
 
-TAKERS = {
-    "make_step": (lambda opt: pa.make_step(loss, opt), "optimizer"),
-    "chain": (lambda opt: pa.chain(pa.clip_by_global_norm(1.0), opt), "the last part of chain"),
-    "partition": (lambda opt: pa.partition({"a": opt}, str), "the optimizer labelled 'a'"),
-}
-TAKEN = pytest.mark.parametrize(("take", "name"), TAKERS.values(), ids=TAKERS)
+def an_optimizer(change):
+    """A user's optimizer that returns something else than it has to."""
+
+    def apply(self, grads, state, params):
+        return change(*Polyak.apply(self, grads, state, params))
+
+    return type("Other", (Polyak,), {"apply": apply})()
 
 
-@TAKEN
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.RMSprop])
-def test_torchs_own_optimizers_are_refused(take, name, cls):
-    words = (f"{name} is torch's {cls.__name__}", "in place", f"from_torch({cls.__name__}, lr=...)")
-    for given in (cls, cls([torch.ones(1)])):
-        with refused(TypeError, *words):
-            take(given)
-
-
-@TAKEN
-@pytest.mark.parametrize(
-    ("given", "came"),
-    [
-        (pa.clip_by_global_norm(1.0), "a GradientMap"),
-        (Count(), "a Count"),
-        (None, "a NoneType"),
-        (0.1, "a float"),
-        (pa.sgd, "a function"),
-        (Count, "the class Count"),
-        (torch.nn.Linear(1, 1), "a Linear"),
-    ],
-)
-def test_what_is_no_optimizer_is_refused_by_chain_and_partition(take, name, given, came):
-    with refused(
+HAS_TO = "has to return (params, state)"
+OTHERS = {
+    "loses": (
+        ValueError,
+        a_map(lambda grads: {"w": grads["w"]}),
+        ("its grads['b'] is missing", "update of a Other"),
+    ),
+    "counts": (
         TypeError,
-        f"{name} is {came}",
-        "init(params)",
-        "apply(grads, state, params)",
-        "chain(*maps, optimizer)",
-    ):
-        take(given)
-
-
-@TAKEN
-def test_a_class_in_place_of_its_object_is_refused(take, name):
-    with refused(TypeError, f"{name} is the class Polyak"):
-        take(Polyak)
-
-
-def test_what_is_no_part_of_a_chain_is_refused():
-    with refused(ValueError, "chain() got nothing", "gradient maps and, last, an optimizer"):
-        pa.chain()
-    for part, came in ((0.1, "a float"), (torch.relu, "a builtin_function_or_method")):
-        with refused(TypeError, f"part 0 of chain is {came}", "a gradient map", "update(grads"):
-            pa.chain(part, pa.sgd(0.1))
-        with pytest.raises(TypeError, match=r"-> \(grads, state\)\.$"):  # it is no optimizer
-            pa.chain(part, pa.sgd(0.1))
-    for part in (pa.sgd(0.1), Polyak()):
-        words = (
-            f"part 1 of chain is a {type(part).__name__}",
-            "It is an optimizer, which comes last",
-        )
-        with refused(TypeError, *words):
-            pa.chain(Count(), part, pa.sgd(0.1))
-    with refused(TypeError, "part 0 of chain is the class Count"):
-        pa.chain(Count, pa.sgd(0.1))
+        a_map(lambda grads: grads | {"b": 1.0}),
+        ("its grads['b'] is a float", "update of a Other"),
+    ),
+    "turns": (
+        TypeError,
+        a_map(lambda grads: grads | {"w": grads["w"] * 1j}),
+        ("its grads['w'] is torch.complex64", "to be real"),
+    ),
+    "forgets": (
+        ValueError,
+        an_optimizer(lambda params, state: params),
+        ("what apply returned", HAS_TO),
+    ),
+    "shrinks": (
+        ValueError,
+        an_optimizer(lambda params, state: (params, {"count": state["count"]})),
+        ("what apply returned", "['average']", HAS_TO),
+    ),
+    # where nothing tells, a step that may not be applied has the shape of both
+    "broadcasts": (
+        ValueError,
+        an_optimizer(lambda params, state: (params | {"w": params["w"][:1]}, state)),
+        ("what apply returned[0]['w'] has shape (1, 2)", HAS_TO),
+    ),
+    "reads": (
+        TypeError,
+        an_optimizer(lambda params, state: (params, state | {"count": 1})),
+        ("what apply returned[1]['count'] is a int", HAS_TO),
+    ),
+}
 
 
 @DONATE
-@pytest.mark.parametrize("state", [(), ((),), ((), (), ()), [(), ()], {}, None])
-def test_states_of_other_chains_are_refused(state, donate):
-    opt, params, grads = (
-        pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1)),
-        make_params(),
-        make_params(1),
-    )
-    came = f"a tuple of {len(state)}" if isinstance(state, tuple) else f"a {type(state).__name__}"
-    with refused(TypeError, f"state is {came}", "a chain of 2 parts", OTHER, given=(params, grads)):
-        opt.apply(grads, state, params, donate=donate)
+@pytest.mark.parametrize(("error", "part", "words"), OTHERS.values(), ids=OTHERS)
+def test_what_a_users_own_parts_return_is_checked(error, part, words, donate):
+    params, grads = make_params(), make_params(1)
+    opt = pa.chain(part, *[pa.sgd(0.1)] * isinstance(part, Count))
+    state = opt.init(params)
+    for flag in (None, torch.tensor(True), torch.tensor(False)):
+        with refused(error, *words, given=(params, state, grads)):
+            opt.apply(grads, state, params, applied=flag, donate=donate)
 
 
 @DONATE
@@ -487,118 +439,6 @@ def test_an_error_at_the_end_of_a_chain_loses_no_parameter(donate):
         kept = () if donate and grads is less else grads
         with refused(error, *words, given=(params, state, other, kept)):
             opt.apply(grads, wrong, params, donate=donate)
-
-
-class Loses(Count):
-    def update(self, grads, state):
-        return {"w": grads["w"]}, state
-
-
-class Counts(Count):
-    def update(self, grads, state):
-        return grads | {"b": 1.0}, state
-
-
-class Turns(Count):
-    def update(self, grads, state):
-        return grads | {"w": grads["w"] * 1j}, state
-
-
-class Forgets(Polyak):
-    def apply(self, grads, state, params):
-        return super().apply(grads, state, params)[0]
-
-
-class Shrinks(Polyak):
-    def apply(self, grads, state, params):
-        params, state = super().apply(grads, state, params)
-        return params, {"count": state["count"]}
-
-
-class Broadcasts(Polyak):
-    """Where nothing tells, a step that may not be applied has the shape of both."""
-
-    def apply(self, grads, state, params):
-        params, state = super().apply(grads, state, params)
-        return params | {"w": params["w"][:1]}, state
-
-
-class Reads(Polyak):
-    def apply(self, grads, state, params):
-        params, state = super().apply(grads, state, params)
-        return params, state | {"count": 1}
-
-
-@DONATE
-def test_what_a_users_own_parts_return_is_checked(donate):
-    params, grads = make_params(), make_params(1)
-    has_to = "has to return (params, state)"
-    for error, parts, words in (
-        (ValueError, (Loses(), pa.sgd(0.1)), ("its grads['b'] is missing", "update of a Loses")),
-        (TypeError, (Counts(), pa.sgd(0.1)), ("its grads['b'] is a float", "update of a Counts")),
-        (TypeError, (Turns(), pa.sgd(0.1)), ("its grads['w'] is torch.complex64", "to be real")),
-        (ValueError, (Forgets(),), ("what apply returned", has_to)),
-        (ValueError, (Shrinks(),), ("what apply returned", "['average']", has_to)),
-        (ValueError, (Broadcasts(),), ("what apply returned[0]['w'] has shape (1, 2)", has_to)),
-        (TypeError, (Reads(),), ("what apply returned[1]['count'] is a int", has_to)),
-    ):
-        opt = pa.chain(*parts)
-        state = opt.init(params)
-        for flag in (None, torch.tensor(True), torch.tensor(False)):
-            with refused(error, *words, given=(params, state, grads)):
-                opt.apply(grads, state, params, applied=flag, donate=donate)
-
-
-# Labels ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("label", ["none", None, 3])
-def test_a_label_without_an_optimizer_is_refused(label):
-    opt = pa.partition({"a": pa.sgd(0.1), "b": pa.sgd(0.1)}, lambda path: label)
-    with refused(ValueError, f"label_of_path('b') is {label!r}", "one of ['a', 'b']", given=PARAMS):
-        opt.init(PARAMS)
-
-
-def test_a_partition_of_nothing_is_refused():
-    with refused(ValueError, "partition got no optimizers", "one for each label"):
-        pa.partition({}, str)
-
-
-def test_two_leaves_of_one_path_are_refused():
-    """Keys with dots in them: one of the leaves would be left out without a word."""
-    params = {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}
-    opt = pa.partition({"x": pa.sgd(0.1)}, lambda path: "x")
-    with refused(ValueError, "'a.b'", "params['a']['b']", "params['a.b']", given=params):
-        opt.init(params)
-
-
-@DONATE
-def test_states_of_other_partitions_are_refused(donate):
-    params, grads = make_params(), make_params(1)
-    opt = pa.partition({"a": pa.sgd(0.1), "z": pa.adam(0.1)}, lambda path: "az"[path == "w"])
-    state = opt.init(params)
-    for other, came in (
-        ({"a": state["a"]}, "['a']"),
-        (state | {"c": ()}, "['a', 'c', 'z']"),
-        ((), "a tuple"),
-        (None, "a NoneType"),
-    ):
-        words = (f"state of partition holds {came}", "['a', 'z']", OTHER)
-        with refused(TypeError, *words, given=(params, grads, state)):
-            opt.apply(grads, other, params, donate=donate)
-    with refused(ValueError, "grads", "one gradient for each leaf", given=(params, grads, state)):
-        opt.apply({"w": grads["w"]}, state, params, donate=donate)
-
-
-@DONATE
-def test_a_state_that_does_not_fit_the_last_part_loses_nothing(donate):
-    """A state that does not fit is found before the first part has done anything."""
-    params, grads = make_params(), make_params(1)
-    opt = pa.partition({"a": pa.sgd(0.1), "z": pa.adam(0.1)}, lambda path: "az"[path == "w"])
-    state = opt.init(params)
-    other = state | {"z": opt.init(params)["a"]}
-    with refused(TypeError, "state['z'] is a SGDState", given=(params, state, grads)):
-        opt.apply(grads, other, params, donate=donate)
 
 
 class Fails(Polyak):
