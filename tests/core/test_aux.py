@@ -141,12 +141,18 @@ def test_a_skipped_microbatch_takes_its_weight_along(engine, seed, count, size, 
     """Sums and means are those of the microbatches that were kept; ``concat`` keeps all rows."""
 
     def loss(w, x):
-        return (x @ w).mean(), {"sum": x.sum(), "mean": x.sum() * 2, "rows": x}
+        return (x @ w).mean(), {
+            "sum": x.sum(),
+            "mean": x.sum() * 2,
+            "rows": x,
+            "max": x.amax(0),
+            "min": x.amin(0),
+        }
 
     w, x = data(seed, count * size)
     bad = min(poisoned, count)  # perhaps none
     x[bad * size : (bad + 1) * size] = torch.nan
-    words = {"sum": "sum", "mean": "mean", "rows": "concat"}
+    words = {"rows": "concat"} | {word: word for word in ("sum", "mean", "max", "min")}
     gradient = pa.grad(
         loss,
         has_aux=True,
@@ -164,6 +170,8 @@ def test_a_skipped_microbatch_takes_its_weight_along(engine, seed, count, size, 
         assert aux["mean"].isnan()
         assert torch.equal(grads, torch.zeros(2))
         return
+    assert torch.equal(aux["max"], torch.cat(kept).amax(0))
+    assert torch.equal(aux["min"], torch.cat(kept).amin(0))
     exact = 2 * Fraction(total.item()) / len(kept)
     assert abs(Fraction(aux["mean"].item()) - exact) <= (2 * UNIT + UNIT**2) * abs(exact)
 

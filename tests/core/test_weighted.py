@@ -91,6 +91,14 @@ def test_a_batch_of_no_weight_has_no_value(form, loss):
         assert pa.value(loss, reduction=reduction)(w, batch).isnan()
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "uncut"])
+def test_a_total_without_weight_adds_nothing_where_it_is_no_number(form):
+    """One that is a number adds it."""
+    batch = {"x": torch.tensor([1.0, torch.inf, 3.0, 4.0]), "mask": torch.tensor([1.0, 0, 1, 0])}
+    grads, value = FORMS[form](unmasked, 1, torch.tensor(2.0), batch)
+    assert (grads, value) == (4.0, 8.0)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("loss", [masked, unmasked])
 def test_a_step_over_no_weight_is_not_applied(loss, reduction):
