@@ -9,6 +9,7 @@ from pureaccum._pure.functional import functional
 from pureaccum._step.buffers import begin_buffers, collect_buffers, watching
 from pureaccum.testing import unchanged
 from tests.calls import BoomError
+from tests.pure.networks import Of
 from tests.pure.test_functional import MODULES, every_module, own, policies, through
 
 
@@ -19,18 +20,13 @@ pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
 NOT_MAPPED = ("cumulative", "weight norm", "spectral norm")
 
 
-class Twice(nn.Module):
+def twice():
     """One layer under two names: torch's own way with ties would leave it changed."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = self.second = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+    layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    return Of(lambda self, x: self.second(torch.tanh(self.first(x))), first=layer, second=layer)
 
 
-ALL = MODULES | {"twice": Twice}
+ALL = MODULES | {"twice": twice}
 
 
 def batch(rows=6):

@@ -28,7 +28,8 @@ from tests.draws import generator
 from tests.problems import together
 from tests.pure.collating import Embedding
 from tests.pure.networks import Checkpointed, Of, Recurrent, Tied, squares
-from tests.pure.test_functional_purity import Twice
+from tests.pure.test_functional import Counting
+from tests.pure.test_functional_purity import twice
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("threads")]
@@ -57,21 +58,6 @@ def _pause(*_):
 
 
 # Modules ------------------------------------------------------------------------------------
-
-
-class Reassigning(nn.Module):
-    """A buffer that is assigned anew, and one that is written to."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 3))
-        self.register_buffer("seen", torch.tensor(0.0))
-        self.register_buffer("mean", torch.zeros(3))
-
-    def forward(self, x):
-        self.seen = self.seen + len(x)
-        self.mean.mul_(0.5).add_(x.detach().mean(0))
-        return x @ self.weight + self.mean * self.seen
 
 
 def attention(self, x):
@@ -144,7 +130,7 @@ def _spectral():
 CASES = {
     "plain": Case(_mlp),
     "tied": Case(Tied),
-    "called twice": Case(Twice),
+    "called twice": Case(twice),
     "weight norm": Case(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)))),
     "spectral norm, eval": Case(_spectral, train=False),
     "batch norm": Case(
@@ -153,7 +139,7 @@ CASES = {
         )
     ),
     "batch norm, eval": Case(lambda: nn.Sequential(nn.BatchNorm1d(3), _mlp()), train=False),
-    "reassigned": Case(lambda: nn.Sequential(Reassigning(), nn.Tanh(), Reassigning())),
+    "reassigned": Case(lambda: nn.Sequential(Counting(), nn.Tanh(), Counting())),
     "lstm": Case(lambda: Recurrent(nn.LSTM, 4)),
     "gru": Case(lambda: Recurrent(nn.GRU, 4)),
     "attention": Case(
