@@ -104,6 +104,8 @@ def test_frozen_parameters_that_are_given_are_taken():
     out, _ = fn.apply({**fn.params, **zero}, (), X)
     delta = fn.apply(fn.params, (), X)[0] - F.linear(X, fn.frozen["base.weight"])
     torch.testing.assert_close(out, delta - fn.frozen["base.bias"], rtol=0, atol=2**-18)
+    fn.frozen.update(zero)  # what somebody puts there is taken, too
+    assert torch.equal(fn.apply(fn.params, (), X)[0], out)
     with refused(ValueError, "params['base.weight'] has shape (1,)"):
         fn.apply({**fn.params, "base.weight": torch.ones(1)}, (), X)
 

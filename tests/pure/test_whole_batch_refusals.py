@@ -456,6 +456,8 @@ def test_a_cut_around_a_cut_is_refused():
 
 
 def test_other_buffers_that_change_are_refused():
+    module = of(lambda self, x: (setattr(self, "n", self.n + 1), x)[1], n=nn.Buffer(X[0] * 1))
+    refuses(module, "buffers['n'] is written to in forward", error=RuntimeError)
     module = nn.Sequential(nn.Conv1d(3, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True))
     words = "buffers['1.running_mean'] is written to in forward"
     with refused(RuntimeError, words, given=module.state_dict()):
