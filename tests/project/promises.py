@@ -9,6 +9,7 @@ promise`` runs all of these files.
 import ast
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 
@@ -96,6 +97,7 @@ PROMISES = {
 }
 
 
+@cache
 def held():
     """The files of tests, by promise."""
     found = {}
@@ -107,7 +109,7 @@ def held():
 
 def marked(source):
     """The promises that a file's markers name, of all its tests or of one."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if "promise(" in source else ():
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "promise":
             yield ast.literal_eval(node.args[0])
 

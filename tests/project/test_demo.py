@@ -53,6 +53,7 @@ def test_the_demo_shows_what_it_claims(capsys):
 def test_on_a_terminal_the_lines_move_and_have_no_colours_if_so_wished(monkeypatch, capsys):
     """Of a run in which a claim is not seen, and that says so."""
     _demo = the_demo()
+    monkeypatch.setattr(_demo, "RUNS", _demo.RUNS[:2])
     monkeypatch.setattr(_demo, "on_whole_numbers", lambda batch, parts: 7)
     monkeypatch.setattr("pureaccum._demo._screen.draw", lambda *_: None)
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}.items():
@@ -94,6 +95,7 @@ def test_the_demo_writes_through_no_link(capsys):
 def test_the_demo_writes_through_no_link_that_came_while_it_trained(monkeypatch, capsys):
     _demo = the_demo()
     picture = Path("demo.png")
+    monkeypatch.setattr(_demo, "RUNS", _demo.RUNS[:1])
     monkeypatch.setattr(
         _demo, "on_whole_numbers", lambda batch, parts: picture.symlink_to("precious.txt") or 0
     )
