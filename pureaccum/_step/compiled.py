@@ -6,6 +6,7 @@ without the compiler, and only if that goes well is the compiler to blame.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -118,10 +119,7 @@ class CompiledStep:
             rows = read_batch(batch).rows or 0
             first = state.samples + before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
-        if kind not in self.asked or not knows(plan.calling.known, *given, asked=self.asked[kind]):
-            note, number = partial(self.asked.__setitem__, kind), next(self.looks)
-            with telling_ranks(plan, state):
-                look(plan, state, read_batch(batch), "batch", note, number)
+        self.ask(kind, plan, state, read_batch(batch), given)
         eagerly = partial(step_whole, self.alone, state, batch, *shared)
 
         def make(free: Freedom | None) -> Recipe:
@@ -208,8 +206,7 @@ class CompiledStep:
         kind = "more", *kind_of(old, *told)
         if kind not in self.recipes:
             check_values(self.values, *told)
-        if kind not in self.asked or not knows(plan.calling.known, *told, asked=self.asked[kind]):
-            look(plan, state, flat, "microbatch", partial(self.asked.__setitem__, kind))
+        self.ask(kind, plan, state, flat, told)
         rows = window.rows + flat.rows
         own = window if plan.donate else tree_map(torch.clone, window)
         own = own._replace(rows=at)
@@ -260,6 +257,37 @@ class CompiledStep:
             self.fitting.add(kind)
         refuse_autocast_cache([state.samples])
         return old
+
+    def ask(
+        self, kind: Any, plan: Plan, state: TrainState, batch: Batch, given: tuple[Given, ...]
+    ) -> None:
+        """Call the loss of a microbatch, to see what it writes to, or couples: no graph can tell.
+
+        Of a batch at hand it is another one each time, and each of them once the loss was refused.
+        """
+        calling, answered = plan.calling, kind in self.asked
+        if answered and knows(calling.known, *given, asked=self.asked[kind]):
+            return
+        (leaves, spec), parts, cut = flatten(state.params), [batch], calling.check
+        at_hand = given[-1].root == "batch"
+        if at_hand:
+            size = size_of(plan)
+            parts = parts if size is None else [*map(read_batch, cut_batch(batch, size))]
+            cut = cut and len(parts) > 1
+            if not any(answer.coupled for answer in calling.known.answers.values()):
+                parts = [parts[next(self.looks) % len(parts)]]
+        told = Given("state.params", leaves, spec), *given
+        call, carried = caller(plan, state, spec), begin_buffers(calling.buffers, state.buffers)
+        with telling_ranks(plan, state) if at_hand else nullcontext():
+            for own in parts:
+                question = question_of(own, plan.rule) if cut else None
+                self.asked[kind] = question and question.kind  # not the rows
+                with guarding(calling.known, *told, question=question) as guarded:
+                    if (watched := guarded(call)) is not call:
+                        with put_back(state.samples.device), torch.enable_grad():
+                            part = unflatten(own.spec, own.leaves)
+                            wrt = [x.detach().requires_grad_() for x in leaves]
+                            watched(wrt, part, own.rows or 1, (carried, 0))
 
     def run(
         self, kind: Any, make: Callable[[Freedom | None], Recipe], call: Callable[[Recipe], Any]
@@ -335,40 +363,6 @@ class CompiledStep:
         if self.plan.donate:
             mark(leaves)
         return new, info
-
-
-def look(
-    plan: Plan,
-    state: TrainState,
-    batch: Batch,
-    root: str,
-    note: Callable[[Any], None],
-    number: int = 0,
-) -> None:
-    """Call the loss of a microbatch, to see what it writes to, or couples: no graph can tell.
-
-    It is that of this ``number`` of a batch at hand, each of them once the loss was refused, or the
-    only one. The kind of the question is noted, or None where no rows are cut.
-    """
-    leaves, spec = flatten(state.params)
-    size, parts = size_of(plan) if root == "batch" else batch.rows, [batch]
-    if root == "batch" and size is not None:
-        parts = [read_batch(part) for part in cut_batch(batch, size)]
-    cut = plan.calling.check and size is not None and (root != "batch" or len(parts) > 1)
-    if not any(answer.coupled for answer in plan.calling.known.answers.values()):
-        parts = [parts[number % len(parts)]]
-    of_leaves = Given("state.params", leaves, spec), *what_is_shared(plan)
-    given, call = (*of_leaves, Given(root, batch.leaves, batch.spec)), caller(plan, state, spec)
-    for own in parts:
-        question = question_of(own, plan.rule) if cut else None
-        note(question and question.kind)  # not the rows
-        with guarding(plan.calling.known, *given, question=question) as guarded:
-            if (watched := guarded(call)) is not call:
-                with put_back(state.samples.device), torch.enable_grad():
-                    part = unflatten(own.spec, own.leaves)
-                    carried = begin_buffers(plan.calling.buffers, state.buffers), 0
-                    wrt = [x.detach().requires_grad_() for x in leaves]
-                    watched(wrt, part, own.rows or 1, carried)
 
 
 def kind_of(state: Flat, *given: Given) -> tuple[Any, ...]:

@@ -140,11 +140,8 @@ def dynamic_loss_scale(
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
         """The first state, complete."""
-        settings = {
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
+        settings: Any = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        settings["growth_interval"] = growth_interval
         return _state(init_scale, hysteresis, device, settings)
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:

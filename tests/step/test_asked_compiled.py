@@ -5,32 +5,24 @@ import torch
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
-from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.draws import generator
+from tests.problems import nobody_was_asked
+from tests.refusals import squares
+from tests.step.problems import counting
 
 
-pytestmark = [pytest.mark.transforms]
+pytestmark = [pytest.mark.transforms, pytest.mark.usefixtures(nobody_was_asked.__name__)]
 SIZE = 4
-W = {"w": torch.tensor([0.5, -1.0, 0.25])}
-
-
-@pytest.fixture(autouse=True)
-def _nobody_was_asked():
-    """Calls are counted for each loss, and losses of two tests are one if their code is."""
-    coupling._answers.clear()
-    torch.compiler.reset()
+W = {"w": torch.tensor([0.5, -1.0, 0.25]), "b": torch.tensor(0.0)}
 
 
 def rows(n, *bad):
     """Rows, of which some count twice."""
-    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
+    x = torch.randn(n, 3, generator=generator(n))
     mask = torch.ones(n)
     mask[list(bad)] = 2.0
     return {"x": x, "mask": mask}
-
-
-def fits(params, batch):
-    return ((batch["x"] @ params["w"]) ** 2).mean()
 
 
 def masked(params, batch):
@@ -42,20 +34,10 @@ def standardised(params, batch):
     return (((x - x.mean(0)) @ params["w"]) ** 2).mean()
 
 
-class Graphs:
-    """A compiler that counts what it is given, and changes nothing."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, _):
-        self.count += 1
-        return graph.forward
-
-
 def made(loss, **knobs):
-    graphs = Graphs()
-    step = pa.make_step(loss, pa.sgd(0.1), compile={"backend": graphs}, **knobs)
+    torch.compiler.reset()
+    settings, graphs = counting()
+    step = pa.make_step(loss, pa.sgd(0.1), compile=settings, **knobs)
     return step, step.init(W), graphs
 
 
@@ -66,7 +48,7 @@ def test_what_is_refused_is_not_compiled(loss, donate):
     batch = rows(12, 0, 1, 5)
     with unchanged(state, batch), pytest.raises(CoupledLossError):
         step(state, batch)
-    assert graphs.count == 0
+    assert not graphs
     assert_trees_bitwise_equal(state.params, W)
 
 
@@ -75,7 +57,7 @@ def test_a_stream_that_is_refused_is_not_compiled():
     window = step.begin(state)
     with unchanged(state, window), pytest.raises(CoupledLossError):
         step.update(state, window, rows(4, 0))
-    assert graphs.count == 0
+    assert not graphs
 
 
 def test_a_stream_of_a_loss_that_was_watched_before_is_asked():
@@ -97,7 +79,7 @@ def test_it_is_refused_again(stream):
     for _ in range(4):
         with pytest.raises(CoupledLossError):
             step.window(state, pa.microbatches(batch, 4)) if stream else step(state, batch)
-    assert graphs.count == 0
+    assert not graphs
 
 
 @pytest.mark.slow
@@ -107,7 +89,7 @@ def test_unasked_it_compiles_and_trains_on_what_a_step_without_graphs_does():
     batch = rows(12, 0, 1, 5)
     got, _ = step(state, batch)
     want, _ = plain(plain.init(W), batch)
-    assert graphs.count > 0
+    assert graphs
     torch.testing.assert_close(got.params, want.params, rtol=2**-20, atol=0)
 
 
@@ -115,11 +97,10 @@ def test_unasked_it_compiles_and_trains_on_what_a_step_without_graphs_does():
 def test_asking_changes_no_bit_and_no_graph():
     results = []
     for check in (True, False):
-        torch.compiler.reset()
-        step, state, graphs = made(fits, microbatch_size=SIZE, check=check)
+        step, state, graphs = made(squares, microbatch_size=SIZE, check=check)
         for _ in range(9):
             state, _ = step(state, rows(12))
-        results.append((state.params, torch.tensor(graphs.count)))
+        results.append((state.params, torch.tensor(len(graphs))))
     assert_trees_bitwise_equal(*results)
 
 

@@ -96,12 +96,7 @@ def layers(count, by):
     return lambda: micro(w, rows).sum().backward()
 
 
-PRIMITIVE = {
-    "forwards": 202,
-    "backwards": 355,
-    "captured, backwards": 383,
-    "torch.func.grad": 415,
-}
+PRIMITIVE = {"forwards": 202, "backwards": 355, "captured, backwards": 383, "torch.func.grad": 415}
 
 
 @pytest.mark.parametrize("by", PRIMITIVE)

@@ -4,9 +4,9 @@ In float64, to the bound of ``test_step.py``. Most graphs are run as they are tr
 ``"eager"``): what the tracing leaves out or takes for constant is what can go wrong here.
 """
 
+from functools import partial
 from typing import NamedTuple
 
-import optree
 import pytest
 import torch
 from hypothesis import example, given
@@ -14,35 +14,25 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import examples, generator
-from tests.step.test_step_transforms import (
+from tests.exactly import copied
+from tests.problems import in_a_window
+from tests.step.problems import (
     WARMUP,
     assert_close,
-    leaves,
+    counting,
     loss,
     make_batch,
     make_params,
+    mapped,
+    pair,
+    poisoned,
     stacked,
 )
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
-EAGER = {"backend": "eager"}
-
-
-def pair(loss, optimizer, **knobs):
-    """A step that compiles itself, and the same one that does not."""
-    knobs = {"microbatch_size": 2, "compile": EAGER} | knobs
-    ours = pa.make_step(loss, optimizer, **knobs)
-    return ours, pa.make_step(loss, optimizer, **knobs | {"compile": False, "donate": False})
-
-
-def real(tree):
-    """``assert_close`` knows no complex numbers."""
-    return optree.tree_map(
-        lambda x: torch.view_as_real(x) if x.is_complex() else x, tree, namespace="pureaccum"
-    )
 
 
 def alike(ours, eager, state, batches):
@@ -50,19 +40,13 @@ def alike(ours, eager, state, batches):
     mine = other = state
     info = None
     for batch in batches:
-        before = optree.tree_map(torch.clone, mine[:3], namespace="pureaccum")
+        before = copied(mine[:3])
         mine, info = ours(mine, batch)
         other, what = eager(other, batch)
-        assert_close(real((mine, info)), real((other, what)))
+        assert_close((mine, info), (other, what))
         if not info.applied:
             assert_trees_bitwise_equal(mine[:3], before)
     return mine, info
-
-
-def poisoned(batch, rows):
-    bad = batch | {"y": batch["y"].clone()}
-    bad["y"][list(rows)] = torch.nan
-    return bad
 
 
 # Everything at once -----------------------------------------------------------------------
@@ -110,7 +94,7 @@ def test_a_step_with_scales_masks_and_keys_is_the_eager_one(seed, bad, masked):
     mask = torch.ones(7, dtype=torch.float64)
     mask[list(masked)] = 0
     batches = [
-        poisoned(make_batch(seed + i, 7), rows) | {"mask": mask} for i, rows in enumerate(bad)
+        poisoned(make_batch(seed + i, 7), *rows) | {"mask": mask} for i, rows in enumerate(bad)
     ]
     ours, eager = FULL
     alike(ours, eager, ours.init(make_params(seed), seed=seed), batches)
@@ -134,28 +118,7 @@ def test_a_step_with_large_gradients_is_the_eager_one():
     batches = [make_batch(i, 9) | {"mask": mask} for i in range(2)]
     assert ours.form(state, batches[0]) == "loop"
     assert eager.form(state, batches[0]) == "eager"
-    alike(ours, eager, state, [poisoned(batches[0], [0, 5, 8]), batches[1]])
-
-
-# Buffers --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("buffers", ["sequential", "pooled"])
-def test_buffers_of_a_compiled_step_are_those_of_the_eager_one(buffers):
-    """In a scan; then a batch that is not applied, which leaves them as they were."""
-    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
-    fn = pa.functional(module)
-
-    def loss(params, batch, buffers):
-        out, new_buffers = fn.apply(params, buffers, batch["x"])
-        return ((out - batch["y"]) ** 2).sum(-1).mean(), (new_buffers, out)
-
-    ours, eager = pair(loss, pa.sgd(0.1), has_aux=True, buffers=buffers, check=False)
-    state = ours.init(fn.params, fn.buffers)
-    batch = make_batch(0, 8)
-    with unchanged(module, state, batch):
-        alike(ours, eager, state, [batch, poisoned(batch, [7]), make_batch(1, 8)])
+    alike(ours, eager, state, [poisoned(batches[0], 0, 5, 8), batches[1]])
 
 
 # Other numbers and trees ------------------------------------------------------------------
@@ -178,11 +141,7 @@ def odd_loss(params, batch):
 def test_parameters_may_be_complex_0d_and_nested():
     """In place, where tensors without dimensions are a case of their own: three steps."""
     ours, eager = pair(
-        odd_loss,
-        pa.adamw(0.1),
-        reduction="sum",
-        donate=True,
-        compile={"backend": "aot_eager"},
+        odd_loss, pa.adamw(0.1), reduction="sum", donate=True, compile={"backend": "aot_eager"}
     )
     g = generator(0)
     params = {
@@ -201,29 +160,11 @@ def test_parameters_may_be_complex_0d_and_nested():
     other, mine = eager.init(params), ours.init(params)
     for i in range(3):
         (mine, info), (other, what) = ours(mine, batch(i)), eager(other, batch(i))
-        assert_close(real((mine, info)), real((other, what)))
+        assert_close((mine, info), (other, what))
         assert mine.opt_state.lr == 0.1
 
 
-@pytest.mark.slow
-def test_a_loss_may_compute_in_bfloat16():
-    """Not grouped, so the operations are the same ones, and as close as any."""
-    policy = pa.Policy(param=torch.float64, compute=torch.bfloat16)
-    ours, eager = pair(loss, pa.sgd(0.1), policy=policy, nonfinite="skip")
-    alike(ours, eager, ours.init(make_params()), [make_batch(i, 7) for i in range(2)])
-
-
 # What is compiled anew --------------------------------------------------------------------
-
-
-def counting():
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(len(graphs))
-        return graph.forward
-
-    return {"backend": backend}, graphs
 
 
 def scaled(params, batch):
@@ -374,44 +315,12 @@ def test_under_transforms_it_is_the_ordinary_step():
         return lambda params: loss(step(state._replace(params=params), batch)[0].params, batch)
 
     assert_close(*(torch.func.grad(after(s))(make_params()) for s in (ours, eager)))
-
-    def streamed(step):
-        return lambda s: step.apply(s, step.update(s, step.begin(s), batch))
-
-    assert_close(*(torch.func.vmap(streamed(s))(many) for s in (ours, eager)))
+    streamed = (partial(in_a_window, s, parts=[batch]) for s in (ours, eager))
+    assert_close(*(torch.func.vmap(run)(many) for run in streamed))
     assert not graphs
     under = torch.compile(ours, fullgraph=True, backend="eager")
     assert_close(under(state, batch), eager(state, batch))
     assert not graphs
-
-
-def test_nothing_changes_but_what_is_returned():
-    """Also by the first call, which tries the loss out and compiles it."""
-    ours, _ = pair(loss, pa.adamw(0.1))
-    params, batch = make_params(), make_batch(0, 7)
-    state = ours.init(params)
-    for _ in range(2):
-        with unchanged(params, state, batch):
-            new, _ = ours(state, batch)
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        with mode(), unchanged(params, state, batch):
-            again, _ = ours(state, batch)
-        assert_trees_bitwise_equal(again, new)
-        assert not any(x.requires_grad or x.is_inference() for x in leaves(again))
-
-
-@pytest.mark.parametrize(
-    "mode", [torch.inference_mode, pytest.param(torch.no_grad, marks=pytest.mark.slow)]
-)
-def test_a_stream_may_run_in_any_mode(mode):
-    """What is cloned in between is no inference tensor."""
-    ours, eager = pair(lambda p, b: (p["w"] ** 2).sum() * b["x"].mean(), pa.sgd(0.1))
-    state, batch = ours.init(make_params()), make_batch()
-    with mode():
-        window = ours.update(state, ours.begin(state), batch)
-        new, _ = ours.apply(state, window)
-    assert_close(new, eager.apply(state, eager.update(state, eager.begin(state), batch))[0])
-    assert not any(x.is_inference() for x in leaves((window, new)))
 
 
 @pytest.mark.slow
@@ -419,9 +328,7 @@ def test_autocast_around_a_compiled_step_is_seen_or_refused():
     """Without its cache a graph sees it; with it, it is refused as by the eager step."""
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
     state, batch = (
-        optree.tree_map(
-            lambda x: x.float() if x.is_floating_point() else x, tree, namespace="pureaccum"
-        )
+        mapped(lambda x: x.float() if x.is_floating_point() else x, tree)
         for tree in (ours.init(make_params()), make_batch())
     )
     state = state._replace(opt_state=ours.init(make_params()).opt_state)

@@ -16,18 +16,12 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
-from tests.exactly import (
-    LOSSES,
-    full_batch,
-    integers,
-    make_batch,
-    make_params,
-    row_losses,
-)
+from tests.exactly import LOSSES, copied, full_batch, integers, make_batch, make_params, row_losses
+from tests.problems import in_a_window
+from tests.step.problems import pair
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("compiled")]
-EAGER = {"backend": "eager"}
 LR = 0.25
 # A form follows from how large the gradients are and from how many microbatches there are; the
 # table is padded with rows that nobody looks up. With 12 rows at most, everything stays exact.
@@ -47,18 +41,7 @@ def steps(kind, settings="eager", **knobs):
     """A step that compiles itself and the same one that does not; one pair for all examples."""
     loss = LOSS[kind]
     settings = settings if settings is True else {"backend": settings}
-    ours, eager = (
-        pa.make_step(
-            loss.call,
-            pa.sgd(LR),
-            microbatch_size=2,
-            reduction=loss.reduction,
-            compile=compile,
-            **knobs,
-        )
-        for compile in (settings, False)
-    )
-    return ours, eager
+    return pair(loss.call, pa.sgd(LR), reduction=loss.reduction, compile=settings, **knobs)
 
 
 def updated(params, grads):
@@ -129,9 +112,7 @@ def test_skipped_microbatches_and_those_without_weight_are_the_eager_step_s(
     params, batch = make_params(seed), make_batch(seed, 11)
     batch["y"][list(bad)] = number
     if masked:
-        batch["mask"][:2] = (
-            0  # NaN * 0 is NaN: the total of microbatch 0 is one, and weighs nothing
-        )
+        batch["mask"][:2] = 0  # NaN * 0 is NaN: the total of microbatch 0, which weighs nothing
     state = ours.init(params)
     (new, info), want = ours(state, batch), eager(state, batch)
     assert_trees_bitwise_equal((new, info), want)
@@ -171,12 +152,7 @@ def with_aux(params, batch, keys=None):
 def test_aux_of_every_kind_is_that_of_the_eager_step(form, nonfinite, keys):
     """Whole and ragged batches, of which some microbatches are bad, the last among them."""
     knobs = {"has_aux": True, "aux_reduction": HOW, "keys": keys}
-    ours, eager = (
-        pa.make_step(
-            with_aux, pa.sgd(LR), microbatch_size=2, nonfinite=nonfinite, compile=c, **knobs
-        )
-        for c in (EAGER, False)
-    )
+    ours, eager = pair(with_aux, pa.sgd(LR), nonfinite=nonfinite, **knobs)
 
     @examples(1 / 3)
     @given(seeds(), st.sampled_from([11, 10]), st.sets(st.integers(0, 10), max_size=3))
@@ -217,57 +193,40 @@ def reading(graph, inputs):
     return graph.forward
 
 
+KEYED = {"keys": True, "loss_scale": pa.static_loss_scale(4.0)}
+
+
 @pytest.mark.slow
-def test_groups_and_what_is_left_of_them_are_counted():
-    """In a scan of groups of two; of a batch that is poisoned in one place the count is known."""
-    ours, eager = (
-        pa.make_step(wide_loss, pa.sgd(2.0**-10), microbatch_size=2, compile=c)
-        for c in ({"backend": reading}, False)
-    )
+@pytest.mark.parametrize(
+    ("knobs", "runs"),
+    [
+        ({}, [(15, None), (12, None), (17, 16), (17, 15), (17, 0)]),
+        (KEYED, [(15, None), (19, None), (19, 3)]),
+    ],
+    ids=["plain", "keys"],
+)
+def test_groups_and_what_is_left_of_them_are_those_of_the_eager_step(knobs, runs):
+    """Seven are three groups of two, in a scan, and one that is left; then there is a tail.
+
+    Of a batch that is poisoned in one place the count is known.
+    """
+    ours, eager = pair(wide_loss, pa.sgd(2.0**-10), compile={"backend": reading}, **knobs)
     g = generator(0)
-    state = ours.init({"w": integers(g, WIDE, bound=2)})
+    state = ours.init({"w": integers(g, WIDE, bound=2)}, seed=5)
     GRAPHS.clear()
-    for rows, bad in ((15, None), (12, None), (17, 16), (17, 15), (17, 0)):
+    for rows, bad in runs:
         batch = {"x": torch.randint(0, 2, (rows, 1), generator=g).float() * 2 - 1}
         if bad is not None:
             batch["x"][bad] = torch.nan
-        assert_trees_bitwise_equal(ours(state, batch), eager(state, batch))
-    assert "scan" in GRAPHS[0]
-    assert "vmap" in GRAPHS[0]
-
-
-@pytest.mark.slow
-def test_groups_of_microbatches_get_their_own_keys_and_weights():
-    """Seven are three groups of two, in a scan, and one that is left; then there is a tail."""
-    step, eager = (
-        pa.make_step(
-            wide_loss,
-            pa.sgd(2.0**-10),
-            microbatch_size=2,
-            keys=True,
-            loss_scale=pa.static_loss_scale(4.0),
-            compile=compile,
-        )
-        for compile in ({"backend": reading}, False)
-    )
-    g = generator(0)
-    params = {"w": integers(g, WIDE, bound=2)}
-    state = step.init(params, seed=5)
-    GRAPHS.clear()
-    for rows in (15, 19):
-        batch = {"x": torch.randint(0, 2, (rows, 1), generator=g).float() * 2 - 1}
-        assert step.form(state, batch) == "scan"
-        (new, info), want = step(state, batch), eager(state, batch)
+        assert ours.form(state, batch) == "scan"
+        (new, info), want = ours(state, batch), eager(state, batch)
         assert_trees_bitwise_equal((new, info), want)
         assert info.weight == rows
-        assert info.applied
+        assert bool(info.applied) is (bad is None)
+        if bad is not None:
+            assert_trees_bitwise_equal(new.params, state.params)
     assert "scan" in GRAPHS[0]
     assert "vmap" in GRAPHS[0]
-    batch["x"][3] = torch.nan
-    (new, info), want = step(state, batch), eager(state, batch)
-    assert_trees_bitwise_equal(new, want[0])
-    assert not info.applied
-    assert_trees_bitwise_equal(new.params, state.params)
 
 
 def test_an_overflow_in_a_group_lowers_the_loss_scale():
@@ -276,12 +235,8 @@ def test_an_overflow_in_a_group_lowers_the_loss_scale():
     def loss(w, x):
         return (w * x[:, 0]).sum() + x[:, 1].sum()
 
-    knobs = {
-        "microbatch_size": 2,
-        "reduction": "sum",
-        "loss_scale": pa.dynamic_loss_scale(8.0),
-    }
-    ours, eager = (pa.make_step(loss, pa.sgd(LR), compile=c, **knobs) for c in (EAGER, False))
+    scaling = pa.dynamic_loss_scale(8.0)
+    ours, eager = pair(loss, pa.sgd(LR), reduction="sum", loss_scale=scaling)
     state, x = ours.init(torch.tensor(1.0)), torch.ones(8, 2)
     x[3, 1] = torch.inf
     for batch in (x, torch.ones(8, 2)):
@@ -311,11 +266,8 @@ def test_a_stream_is_the_full_batch_update(donate):
             window = ours.update(state, window, part)
             if not donate:
                 assert_trees_bitwise_equal(before, copy)
-        want = eager.begin(same := eager.init(params))
-        for part in cut(batch, sizes):
-            want = eager.update(same, want, part)
-        got, what = ours.apply(state, window), eager.apply(same, want)
-        assert_trees_bitwise_equal(got, what)
+        want = in_a_window(eager, eager.init(params), cut(batch, sizes))
+        assert_trees_bitwise_equal(ours.apply(state, window), want)
 
     run()
 
@@ -323,7 +275,3 @@ def test_a_stream_is_the_full_batch_update(donate):
 def cut(batch, sizes):
     parts = {name: x.split(sizes) for name, x in batch.items()}
     return [{name: parts[name][i] for name in batch} for i in range(len(sizes))]
-
-
-def copied(tree):
-    return optree.tree_map(torch.clone, tree, namespace="pureaccum")

@@ -11,8 +11,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 import pureaccum as pa
 from pureaccum.testing import unchanged
-from tests.step.test_compiled import counting, pair
-from tests.step.test_step_transforms import assert_close, leaves
+from tests.step.problems import assert_close, counting, leaves, pair
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]

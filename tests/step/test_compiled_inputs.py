@@ -8,10 +8,10 @@ import torch
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.step.problems import EAGER
 
 
 pytestmark = pytest.mark.purity
-EAGER = {"backend": "eager"}  # what a graph writes, it writes under any backend
 
 
 def batch_of(rows):

@@ -20,8 +20,8 @@ import pureaccum as pa
 from pureaccum._step.compiled import CompileError
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import examples, generator
-from tests.step.test_compiled import counting, pair
-from tests.step.test_step_transforms import leaves
+from tests.problems import in_a_window
+from tests.step.problems import counting, leaves, pair
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
@@ -210,8 +210,7 @@ def test_a_number_is_a_constant_wherever_the_loss_reads_it(name, dynamic):
     for i, t in enumerate([*numbers, *reversed(numbers)]):
         given = place.put(t, make_batch(i, count=10))
         if form == "stream":
-            both = (ours, eager)
-            got, want = (s.apply(state, s.update(state, s.begin(state), *given)) for s in both)
+            got, want = (in_a_window(s, state, given) for s in (ours, eager))
         else:
             assert ours.form(state, given[0]) == form
             got, want = ours(state, *given), eager(state, *given)

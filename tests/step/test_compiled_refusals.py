@@ -5,8 +5,7 @@ a ``CompileError`` about the user's own line.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import optree
 import pytest
@@ -20,10 +19,10 @@ from pureaccum._step.compiled import CompileError
 from pureaccum._step.recipes import Shapes, has_cpp_wrapper, recipe_for
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.refusals import PARAMS, make_batch, refused, saying, squares
+from tests.step.problems import EAGER, leaves, pair
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.promise("compiled")]
-EAGER = {"backend": "eager"}
 IN_PLACE = {"backend": "aot_eager"}
 
 
@@ -32,31 +31,35 @@ def make(optimizer=None, loss=squares, **knobs):
     return pa.make_step(loss, optimizer or pa.sgd(0.1), **knobs)
 
 
-def leaves(tree):
-    return optree.tree_leaves(tree, namespace="pureaccum")
-
-
 # make_step --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compile", ["yes", 1, None, EAGER.items()])
-def test_compile_is_true_or_settings(compile):
-    with refused(
-        TypeError, "compile is ", "expected True, False, or the arguments of torch.compile"
-    ):
-        make(compile=compile)
-
-
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("knobs", "error", "words"),
     [
-        ({"engine": "autograd"}, ["engine='autograd' came with compile", "leave compile out"]),
-        ({"nonfinite": "raise"}, ["nonfinite='raise' came with compile", "'skip' or 'propagate'"]),
+        *(
+            (
+                {"compile": it},
+                TypeError,
+                ["compile is ", "expected True, False, or the arguments of torch.compile"],
+            )
+            for it in ("yes", 1, None, EAGER.items())
+        ),
+        (
+            {"engine": "autograd", "compile": True},
+            ValueError,
+            ["engine='autograd' came with compile", "leave compile out"],
+        ),
+        (
+            {"nonfinite": "raise", "compile": True},
+            ValueError,
+            ["nonfinite='raise' came with compile", "'skip' or 'propagate'"],
+        ),
     ],
 )
-def test_knobs_that_do_not_go_with_compile_are_refused(knobs, words):
-    with refused(ValueError, *words):
-        make(**knobs, compile=True)
+def test_what_does_not_go_with_compile_is_refused(knobs, error, words):
+    with refused(error, *words):
+        make(**knobs)
 
 
 # What only the compiler minds -------------------------------------------------------------
@@ -172,46 +175,43 @@ def normed(params, batch, buffers):
 
 SCALED = {"loss_scale": pa.dynamic_loss_scale()}
 AUX = {"has_aux": True}
-Change = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def same(loss=squares, change=lambda s, b: (s, b), **knobs):
+    """How both steps are made, and what both are given in place of a state and a batch."""
+    return {"loss": loss, **knobs}, change
+
+
+def with_x(p, b):
+    return squares(p, b), b["x"]
+
+
 SAME = {
-    "the loss's own error": ({"loss": raises}, lambda s, b: (s, b)),
-    "a loss of another shape": ({"loss": lambda p, b: b["x"] @ p["w"]}, lambda s, b: (s, b)),
-    "a loss that is no tensor": ({"loss": lambda p, b: 1.0}, lambda s, b: (s, b)),
-    "aux that nobody announced": (
-        {"loss": lambda p, b: (squares(p, b), b["x"])},
-        lambda s, b: (s, b),
+    "the loss's own error": same(raises),
+    "a loss of another shape": same(lambda p, b: b["x"] @ p["w"]),
+    "a loss that is no tensor": same(lambda p, b: 1.0),
+    "aux that nobody announced": same(with_x),
+    "aux that is missing": same(**AUX),
+    "aux that cannot be joined": same(lambda p, b: (squares(p, b), {"a": p["b"]}), **AUX),
+    "shapes that do not fit": same(lambda p, b: (b["x"] @ p["w"][:1]).sum()),
+    "no rows, with aux": same(with_x, lambda s, b: (s, make_batch(0)), **AUX),
+    "no state": same(change=lambda s, b: (s.params, b)),
+    "parameters that are no tensors": same(
+        change=lambda s, b: (s._replace(params={"w": 1.0, "b": 2.0}), b)
     ),
-    "aux that is missing": (AUX, lambda s, b: (s, b)),
-    "aux that cannot be joined": (
-        AUX | {"loss": lambda p, b: (squares(p, b), {"a": p["b"]})},
-        lambda s, b: (s, b),
-    ),
-    "shapes that do not fit": (
-        {"loss": lambda p, b: (b["x"] @ p["w"][:1]).sum()},
-        lambda s, b: (s, b),
-    ),
-    "no rows, with aux": (
-        AUX | {"loss": lambda p, b: (squares(p, b), b["x"])},
-        lambda s, b: (s, make_batch(0)),
-    ),
-    "no state": ({}, lambda s, b: (s.params, b)),
-    "parameters that are no tensors": (
-        {},
-        lambda s, b: (s._replace(params={"w": 1.0, "b": 2.0}), b),
-    ),
-    "a key that is none": (
-        {"keys": True, "loss": lambda p, b, keys: squares(p, b)},
+    "a key that is none": same(
+        lambda p, b, keys: squares(p, b),
         lambda s, b: (s._replace(key=torch.tensor(1)), b),
+        keys=True,
     ),
-    "a loss scale too many": ({}, lambda s, b: (make(**SCALED).init(PARAMS), b)),
-    "another optimizer's state": (
-        {},
-        lambda s, b: (s._replace(opt_state=pa.adam(0.1).init(PARAMS)), b),
+    "a loss scale too many": same(change=lambda s, b: (make(**SCALED).init(PARAMS), b)),
+    "another optimizer's state": same(
+        change=lambda s, b: (s._replace(opt_state=pa.adam(0.1).init(PARAMS)), b)
     ),
-    "rows that disagree": ({}, lambda s, b: (s, b | {"y": torch.ones(3)})),
-    "a batch of an array": ({}, lambda s, b: (s, b | {"y": b["x"].numpy()})),
-    "a batch without a tensor": ({}, lambda s, b: (s, {"x": 1.0})),
-    "a batch of 0-d tensors": ({}, lambda s, b: (s, {"x": torch.tensor(1.0)})),
+    "rows that disagree": same(change=lambda s, b: (s, b | {"y": torch.ones(3)})),
+    "a batch of an array": same(change=lambda s, b: (s, b | {"y": b["x"].numpy()})),
+    "a batch without a tensor": same(change=lambda s, b: (s, {"x": 1.0})),
+    "a batch of 0-d tensors": same(change=lambda s, b: (s, {"x": torch.tensor(1.0)})),
 }
 
 
@@ -287,9 +287,8 @@ def tabled(params, batch):
 def test_a_donated_state_is_written_to_in_place():
     """Memory stays where it is, numbers without dimensions are right, old names are gone."""
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(2.0**-3))
-    knobs = {"loss_scale": pa.dynamic_loss_scale(8.0, growth_interval=1)}
-    step = make(optimizer, tabled, donate=True, compile=IN_PLACE, **knobs)
-    eager = make(optimizer, tabled, compile=False, **knobs)
+    scaling = pa.dynamic_loss_scale(8.0, growth_interval=1)
+    step, eager = pair(tabled, optimizer, donate=True, compile=IN_PLACE, loss_scale=scaling)
     params = PARAMS | {"table": torch.zeros(TABLE, 2000)}
     state, other = step.init(params), eager.init(params)
     assert step.form(state, make_batch(10)) == "scan"
@@ -319,10 +318,7 @@ def tied(params, batch):
 
 @pytest.mark.slow
 def test_tied_leaves_are_not_written_to_twice():
-    step, eager = (
-        make(pa.sgd(0.25, momentum=0.5), tied, donate=donate, compile=c)
-        for donate, c in ((True, EAGER), (False, False))
-    )
+    step, eager = pair(tied, pa.sgd(0.25, momentum=0.5), donate=True)
     w = torch.zeros(2, 2**17)  # large enough to be written to in place, were it not tied
     w[:, :2] = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
     new, other = step.init({"a": w, "b": w}), eager.init({"a": w, "b": w})
@@ -399,12 +395,9 @@ def test_a_donated_window_is_given_up():
     last, info = step.apply(state, new)
     assert all(type(x) is Donated for x in leaves((new, state)))
     assert info.applied
-    for call in (
-        lambda: step(state, make_batch()),
-        lambda: step.update(last, window, make_batch()),
-    ):
+    for call in (partial(step, state), partial(step.update, last, window)):
         with pytest.raises(RuntimeError, match="given up with donate=True"):
-            call()
+            call(make_batch())
 
 
 # What inductor can build ------------------------------------------------------------------

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import pureaccum as pa
-from tests.step.test_compiled import counting, pair
+from tests.problems import in_a_window
+from tests.step.problems import assert_close, counting, pair
 from tests.step.test_memory_report import allocated
-from tests.step.test_step_transforms import assert_close
 
 
 pytestmark = pytest.mark.transforms
@@ -40,11 +40,6 @@ def check(info, rows):
     assert len(info.aux.unique()) > 1 or rows == 1  # no two rows share their mask
 
 
-def net():
-    """Ones in, and 0 or 2 out."""
-    return nn.Sequential(Ones(), nn.Dropout(0.5))
-
-
 class Ones(nn.Module):
     def __init__(self):
         super().__init__()
@@ -54,25 +49,43 @@ class Ones(nn.Module):
         return self.one * x
 
 
+def net():
+    """Ones in, and 0 or 2 out."""
+    return nn.Sequential(Ones(), nn.Dropout(0.5))
+
+
+WIDTHS = [(10, 10, 10), (10, 4, 25), (10, 5, 20)]
+
+
+def of_rows(*all_rows):
+    return [(rows, 10, 10) for rows in all_rows]
+
+
+# The form, the size, the rows of a table, the shapes of batches, the compiler, and torch's limit.
+RUNS = {
+    "widths in a scan": ("scan", 2, 0, WIDTHS, "eager", 1),
+    "widths, unrolled": ("unrolled", None, 0, WIDTHS, "eager", 1),
+    "widths in a loop": ("loop", 2, ROWS, WIDTHS, "eager", 1),
+    "widths by inductor": ("scan", 2, 0, [(8, 10, 10), (8, 4, 25)], "inductor", 8),
+    "rows in a scan": ("scan", 4, 0, of_rows(14, 11), "eager", 1),
+    "rows, unrolled": ("unrolled", None, 0, of_rows(3, 4, 5, 6, 1), "eager", 2),
+    "rows in a loop": ("loop", 4, ROWS, of_rows(18, 19), "eager", 2),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "size", "table"), [("scan", 2, 0), ("unrolled", None, 0), ("loop", 2, ROWS)]
-)
-def test_dropout_compiles_at_any_number_of_lengths_and_widths(form, size, table):
-    """Each has a graph of its own, so torch's limit (here one) is none."""
-    step, state = dropping(net(), size, "eager", table)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for shape in ((10, 10), (4, 25), (5, 20)):
-            batch = torch.ones(10, *shape)
+@pytest.mark.parametrize("name", RUNS)
+def test_dropout_compiles_at_any_shape(name):
+    """Each width has a graph of its own, so torch's limit (here one) is none; so has each number of
+    rows, since a graph for any number of them does not compile.
+    """
+    form, size, table, shapes, backend, limit = RUNS[name]
+    step, state = dropping(net(), size, backend, table)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        for shape in shapes:
+            batch = torch.ones(*shape)
             assert step.form(state, batch) == form
-            check(step(state, batch)[1], 10)
-
-
-@pytest.mark.slow
-def test_dropout_compiles_at_a_second_length_by_inductor():
-    step, state = dropping(net(), 2, "inductor")
-    for shape in ((10, 10), (4, 25)):
-        check(step(state, torch.ones(8, *shape))[1], 8)
+            check(step(state, batch)[1], len(batch))
 
 
 @pytest.mark.slow
@@ -177,8 +190,7 @@ def test_each_model_of_one_step_has_graphs_of_its_own(form):
         for width, dtype in (*kinds, *kinds):
             state, x = ours.init(of_width(width, dtype)), torch.randn(8, 4, dtype=dtype)
             if form == "stream":
-                both = (ours, eager)
-                got, want = (s.apply(state, s.update(state, s.begin(state), x)) for s in both)
+                got, want = (in_a_window(s, state, [x]) for s in (ours, eager))
             else:
                 got, want = ours(state, x), eager(state, x)
             if dtype == torch.float64:

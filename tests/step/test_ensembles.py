@@ -19,14 +19,7 @@ from pureaccum.testing.strategies import seeds, trees
 from tests import exactly
 from tests.draws import examples, generator, take
 from tests.refusals import refused
-from tests.step.test_step_transforms import (
-    assert_close,
-    leaves,
-    loss,
-    make_batch,
-    make_params,
-    member,
-)
+from tests.step.problems import assert_close, leaves, loss, make_batch, make_params, member
 
 
 pytestmark = pytest.mark.transforms

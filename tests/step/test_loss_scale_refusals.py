@@ -17,52 +17,52 @@ NO_NUMBERS = [True, None, "2", (2.0,), 2j, torch.tensor(2.0)]
 NO_SCALES = [0, 0.0, -1.0, math.nan, math.inf, 1e-46, 1e39]  # float32 makes 0 or inf
 
 
-@pytest.mark.parametrize("name", ["init_scale", "min_scale", "max_scale", "scale"])
-def test_a_scale_is_a_positive_number_of_float32(name):
-    make = pa.static_loss_scale if name == "scale" else pa.dynamic_loss_scale
-    for error, values in ((ValueError, NO_SCALES), (TypeError, NO_NUMBERS)):
-        for value in values:
-            with refused(error, f"{name} is {value!r}", "expected a positive number", "float32"):
-                make(**{name: value})
+DYNAMIC, STATIC = pa.dynamic_loss_scale, pa.static_loss_scale
+NO_COUNTS = [0, -1, 2**31]
+# Each option, the numbers that it does not take, what else it does not take, and what is said.
+OPTIONS = dict.fromkeys(
+    ("init_scale", "min_scale", "max_scale", "scale"),
+    (NO_SCALES, NO_NUMBERS, ("expected a positive number", "float32")),
+)
+OPTIONS |= {
+    "growth_factor": ([1.0, 1, 0.5, -2.0, math.inf, math.nan], NO_NUMBERS, ["between 1.0 and inf"]),
+    "backoff_factor": ([1.0, 1, 2.0, 0.0, -0.5, math.nan], NO_NUMBERS, ["between 0.0 and 1.0"]),
+    "growth_interval": (NO_COUNTS, [*NO_NUMBERS, 2.0], ["expected an int from 1"]),
+    "hysteresis": (NO_COUNTS, [*NO_NUMBERS, 2.0], ["expected an int from 1"]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_a_loss_scale_that_cannot_work_is_refused(name):
+    """Scales are positive numbers of float32, factors grow and shrink, counts fit into an int32."""
+    wrong, strange, words = OPTIONS[name]
+    make = STATIC if name == "scale" else DYNAMIC
+    for value in wrong:
+        with refused(ValueError, f"{name} is {value!r}", "expected", *words):
+            make(**{name: value})
+    for value in strange:
+        kind = [type(value).__name__] if "factor" in name else []
+        with refused(TypeError, f"{name} is {value!r}", *kind, *words):
+            make(**{name: value})
+    if "int" in words[0]:
+        make(**{name: 2**31 - 1})
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "limits"),
+    ("first", "bounds", "words"),
     [
-        ("growth_factor", [1.0, 1, 0.5, -2.0, math.inf, math.nan], "between 1.0 and inf"),
-        ("backoff_factor", [1.0, 1, 2.0, 0.0, -0.5, math.nan], "between 0.0 and 1.0"),
+        (4.0, {"min_scale": 8.0, "max_scale": 4.0}, ("min_scale is 8.0", "above max_scale=4.0")),
+        (0.5, {}, ("init_scale is 0.5", "min_scale=1.0", "pass min_scale=0.5 or less")),
+        (
+            16.0,
+            {"max_scale": 8.0},
+            ("init_scale is 16.0", "max_scale=8.0", "max_scale=16.0 or more"),
+        ),
     ],
 )
-def test_a_factor_that_grows_or_shrinks_nothing_is_refused(name, values, limits):
-    for value in values:
-        with refused(ValueError, f"{name} is {value!r}", "expected", limits):
-            pa.dynamic_loss_scale(**{name: value})
-    for value in NO_NUMBERS:
-        with refused(TypeError, f"{name} is {value!r}", type(value).__name__, limits):
-            pa.dynamic_loss_scale(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
-def test_a_count_is_a_positive_int_of_int32(name):
-    for value in (0, -1, 2**31):
-        with refused(ValueError, f"{name} is {value}", "expected an int from 1"):
-            pa.dynamic_loss_scale(**{name: value})
-    for value in (*NO_NUMBERS, 2.0):
-        with refused(TypeError, f"{name} is {value!r}", "expected an int from 1"):
-            pa.dynamic_loss_scale(**{name: value})
-    pa.dynamic_loss_scale(**{name: 2**31 - 1})
-
-
-def test_bounds_that_cross_are_refused():
-    with refused(ValueError, "min_scale is 8.0", "above max_scale=4.0", "expected"):
-        pa.dynamic_loss_scale(4.0, min_scale=8.0, max_scale=4.0)
-
-
-def test_a_first_scale_outside_its_bounds_is_refused():
-    with refused(ValueError, "init_scale is 0.5", "min_scale=1.0", "pass min_scale=0.5 or less"):
-        pa.dynamic_loss_scale(0.5)
-    with refused(ValueError, "init_scale is 16.0", "max_scale=8.0", "pass max_scale=16.0 or more"):
-        pa.dynamic_loss_scale(16.0, max_scale=8.0)
+def test_bounds_that_cross_and_a_first_scale_outside_of_them_are_refused(first, bounds, words):
+    with refused(ValueError, *words, "expected"):
+        DYNAMIC(first, **bounds)
 
 
 @KINDS

@@ -36,24 +36,23 @@ def draw(*shape):
     return torch.randn(shape, generator=generator(0))
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8))
-
-
-def convnet():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
-    )
-
-
-def transformer():
-    return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
-
-
 NETWORKS = {
-    "mlp": (mlp, (64, 64)),
-    "convnet": (convnet, (32, 3, 8, 8)),
-    "transformer": (transformer, (32, 16, 32)),
+    "mlp": (
+        lambda: nn.Sequential(
+            nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8)
+        ),
+        (64, 64),
+    ),
+    "convnet": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+        ),
+        (32, 3, 8, 8),
+    ),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True),
+        (32, 16, 32),
+    ),
 }
 
 

@@ -10,11 +10,11 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import compositions, seeds
 from tests.draws import generator
+from tests.step.problems import EAGER
 
 
 pytestmark = pytest.mark.exact
 ROWS = 6
-EAGER = {"backend": "eager"}
 FORMS = {
     "eager": {},
     "func": {"engine": "func"},

@@ -17,6 +17,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, compositions, losses, pieces, reduction
 from tests.draws import examples, few, powers_of_two, slices, take
 from tests.exactly import copied, same
+from tests.problems import in_a_window as streamed
 from tests.tables import each_once
 
 
@@ -26,13 +27,6 @@ rates = st.integers(-8, 3).map(lambda e: 2.0**e)
 kinds = pytest.mark.parametrize("kind", KINDS)
 engines = st.sampled_from(["func", "autograd"])
 not_finite = st.sampled_from([torch.inf, -torch.inf, torch.nan])
-
-
-def streamed(step, state, parts):
-    window = step.begin(state)
-    for part in parts:
-        window = step.update(state, window, part)
-    return step.apply(state, window)
 
 
 def models(kind):
@@ -344,10 +338,7 @@ def test_a_batch_that_is_skipped_whole_is_not_applied(kind, size, scaled):
     state, _ = step(step.init(torch.tensor(3.0)), torch.ones(6))
     x = torch.full((6,), torch.inf)
     count = len(list(pa.microbatches(x, size or 6)))
-    for new, info in (
-        step(state, x),
-        streamed(step, state, list(pa.microbatches(x, size or 6))),
-    ):
+    for new, info in (step(state, x), streamed(step, state, list(pa.microbatches(x, size or 6)))):
         stays(state, new, 6)
         assert fields(info) == Fields(0, count, count, False, 8.0 if scaled else 1.0)
         if scaled:

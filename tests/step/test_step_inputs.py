@@ -2,24 +2,17 @@
 
 import itertools
 
-import optree
 import pytest
 import torch
 from torch import nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
-from tests.calls import (
-    ENGINES,
-    NONFINITE,
-    BoomError,
-    Explodes,
-    make_batch,
-    make_params,
-    mean_loss,
-)
+from tests.calls import ENGINES, NONFINITE, BoomError, Explodes, make_batch, make_params, mean_loss
 from tests.dropped import is_dropped
 from tests.exactly import copied, same
+from tests.problems import in_a_window as streamed
+from tests.step.problems import EAGER, leaves
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
@@ -39,17 +32,6 @@ OPTIMIZERS = {
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 engines = pytest.mark.parametrize("engine", ENGINES)
 donations = pytest.mark.parametrize("donate", [False, True])
-
-
-def leaves(tree):
-    return optree.tree_leaves(tree, namespace="pureaccum")
-
-
-def streamed(step, state, parts):
-    window = step.begin(state)
-    for part in parts:
-        window = step.update(state, window, part)
-    return step.apply(state, window)
 
 
 def is_gone(tree):
@@ -131,18 +113,34 @@ def test_no_argument_changes_and_nothing_is_drawn(optimizer, engine, poison):
     assert_trees_bitwise_equal(again, same_again)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_the_mode_around_it_does_not_matter(mode):
-    step = pa.make_step(mean_loss, pa.adamw(0.1), microbatch_size=2)
+MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
+
+
+@pytest.mark.parametrize(
+    ("mode", "compile"),
+    [
+        *((mode, False) for mode in MODES),
+        ("inference", EAGER),
+        *(pytest.param(mode, EAGER, marks=pytest.mark.slow) for mode in ("no_grad", "grad")),
+    ],
+)
+def test_the_mode_around_it_does_not_matter(mode, compile):
+    """Nor does the first call, which tries the loss out, and compiles it where it is to."""
+    step = pa.make_step(mean_loss, pa.adamw(0.1), microbatch_size=2, compile=compile)
     params, batch = make_params(), make_batch(5)
-    state = step.init(params)
-    want, _ = step(state, batch)
-    with mode(), unchanged(state, batch):
+    state, parts = step.init(params), list(pa.microbatches(batch, 2))
+    for _ in range(2):
+        with unchanged(params, state, batch):
+            want, _ = step(state, batch)
+    with MODES[mode](), unchanged(params, state, batch):
         got, _ = step(state, batch)
-        other, _ = streamed(step, state, list(pa.microbatches(batch, 2)))
+        window = step.update(state, step.begin(state), parts[0])
+        for part in parts[1:]:
+            window = step.update(state, window, part)
+        other, _ = step.apply(state, window)
     assert_trees_bitwise_equal(got, want)
     torch.testing.assert_close(other.params, want.params)
-    assert not any(x.requires_grad for x in leaves((got, other)))
+    assert not any(x.requires_grad or x.is_inference() for x in leaves((got, other, window)))
 
 
 def test_parameters_that_require_grad_stay_out_of_it():
@@ -290,10 +288,7 @@ def test_an_exception_loses_nothing(name, engine, donate, where, at):
         "donate": donate,
         "loss_scale": pa.dynamic_loss_scale(8.0),
     }
-    broken, sound = (
-        pa.make_step(failing(where, at), **knobs),
-        pa.make_step(failing("", -1), **knobs),
-    )
+    broken, sound = (pa.make_step(failing(*it), **knobs) for it in ((where, at), ("", -1)))
     batch, parts = make_batch(5), list(pa.microbatches(make_batch(5), 2))
     held = {"n": torch.tensor(0)}
     state = sound.init(make_params(), held)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -34,28 +33,25 @@ def make_batch(seed, rows=ROWS):
     return {"x": integers(g, rows, 3, bound=3), "y": integers(g, rows, bound=3), "mask": mask}
 
 
-class Loss:
-    """Two layers with dropout between; it writes down the keys that it was given."""
+def of_kind(kind):
+    """Two layers with dropout between; aux has the keys that it was given, and what was kept."""
 
-    def __init__(self, kind):
-        self.kind = kind
-        self.keys: list[Tensor] = []
-
-    def __call__(self, params, batch, keys):
-        self.keys.append(keys)
+    def loss(params, batch, keys):
         assert keys.shape == (len(batch["y"]), 2)
         hidden = pa.dropout((batch["x"] @ params["w"]).relu(), 0.5, keys)
         rows = (hidden @ params["out"] - batch["y"]) ** 2
-        if self.kind == "weighted":
+        if kind == "weighted":
             total = pa.Weighted((rows * batch["mask"]).sum(), batch["mask"].sum())
         else:
-            total = rows.sum() if self.kind == "sum" else rows.mean()
+            total = rows.sum() if kind == "sum" else rows.mean()
         return total, {"keys": keys, "kept": hidden != 0}
+
+    return loss
 
 
 def make_step(kind, size=None, **knobs):
     return pa.make_step(
-        Loss(kind),
+        of_kind(kind),
         pa.sgd(2.0**-20),
         has_aux=True,
         keys=True,
@@ -132,7 +128,7 @@ def test_skipped_rows_are_counted(kind, data, bad, number):
     rest = {name: x[left] for name, x in batch.items()}
 
     def loss(p):
-        total = Loss("weighted" if kind == "weighted" else "sum")
+        total = of_kind("weighted" if kind == "weighted" else "sum")
         value = total(p, rest, clean.aux["keys"][left])[0]
         return value.total if kind == "weighted" else value
 
@@ -244,7 +240,7 @@ def test_policy_and_buffers_do_not_touch_the_keys():
 
     def loss(params, batch, buffers, keys):
         assert keys.dtype == torch.int64
-        total, aux = Loss("sum")(params, batch, keys)
+        total, aux = of_kind("sum")(params, batch, keys)
         return total, ({"n": buffers["n"] + 1}, aux)
 
     step = pa.make_step(

@@ -25,10 +25,11 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.exactly import copied
+from tests.problems import in_a_window
+from tests.step.problems import ROOT_U64
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("applied")]
-ROOT_U64 = 2.0**-26.5
 EPS = 1e-3
 SCHEDULE = pa.join_schedules([pa.linear_warmup(0.1, 3, 0.01), pa.cosine_decay(0.1, 7, 0.01)], [3])
 
@@ -224,10 +225,6 @@ class Training(RuleBasedStateMachine):
             batch["x" if poison == "nan" else "y"][row, 0] = float(poison)
         batch["mask"][row] = 1
 
-    def cut(self, rows, size):
-        size = size or rows
-        return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
-
     # What is done ---------------------------------------------------------------------------
 
     poisons = st.sampled_from([None, None, None, None, "inf", "-inf", "nan", "large"])
@@ -244,9 +241,9 @@ class Training(RuleBasedStateMachine):
         batch = self.batch(rows)
         if poison:
             self.poisoned(batch, poison, at % rows)
-        parts = [{k: x[rows_] for k, x in batch.items()} for rows_ in self.cut(rows, size)]
+        parts = [*pa.microbatches(batch, size or rows)]
         one = len(parts) == 1 and self.form == "totals"
-        before = self.before()
+        before = copied(self.state)
         new, info = self.steps[size](self.state, batch)
         self.judge(before, new, info, parts, "one" if one else self.form)
 
@@ -277,17 +274,11 @@ class Training(RuleBasedStateMachine):
         self.stream(parts)
 
     def stream(self, parts):
-        step, before = self.steps[None], self.before()
-        window = step.begin(self.state)
-        for part in parts:
-            window = step.update(self.state, window, part)
-        new, info = step.apply(self.state, window)
+        before = copied(self.state)
+        new, info = in_a_window(self.steps[None], self.state, parts)
         self.judge(before, new, info, parts, self.form)
 
     # What it has come to --------------------------------------------------------------------
-
-    def before(self):
-        return copied(self.state)
 
     def judge(self, before, new, info, parts, form):
         used = self.loop.scaler.get_scale()
@@ -298,8 +289,7 @@ class Training(RuleBasedStateMachine):
         assert bool(info.applied) is applied
         assert info.scale.item() == used
         assert info.microbatches.item() == len(parts)
-        weight = 0 if self.reduction == "sum" else sum(map(self.loop.weight, parts))
-        assert info.weight.item() == weight
+        assert info.weight == (self.reduction != "sum") * sum(map(self.loop.weight, parts))
         if not applied:
             assert_trees_bitwise_equal(new[:3], before[:3])
         if form == "shares":
@@ -328,22 +318,17 @@ class Training(RuleBasedStateMachine):
         """To the bound; then torch's side goes on from our numbers."""
         if applied:
             # clipping moves a gradient by its own error, and by that of the norm
-            error = 2 * ROOT_U64 * sum(self.loop.terms.values())
-            lr = 0.1
+            norm = sum(self.loop.terms.values())  # at least that of the gradient
+            error, lr = 2 * ROOT_U64 * norm, 0.1
             for name, ours, theirs in self.trees():
                 for leaf in ours:
                     size = theirs[leaf].norm()
                     by = {"params": lr * KINDS[self.kind].moves, "momentum": 1.5, "exp_avg": 1.0}
-                    moves = by.get(name, 2 * self.norm)
+                    moves = by.get(name, 2 * norm)
                     assert (ours[leaf] - theirs[leaf]).norm() <= moves * error + ROOT_U64 * size
                     theirs[leaf].copy_(ours[leaf])
         for name, buffer in self.loop.module.named_buffers():
             assert torch.equal(self.state.buffers[name], buffer)
-
-    @property
-    def norm(self):
-        """At least that of the gradient."""
-        return sum(self.loop.terms.values())
 
     @invariant()
     def both_have_counted_alike(self):

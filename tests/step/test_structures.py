@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.parametrizations import weight_norm
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
 from pureaccum._core import accumulator
 from pureaccum._step import structure, windows
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.problems import Functions, Operations
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
@@ -66,10 +65,6 @@ def begun():
     return program
 
 
-def streamed(program):
-    return program.step.window(program.state, [program.batch] * 2)
-
-
 def updated(program):
     (acc, state), params = program.sums, program.state.params
     for donate in (False, True):
@@ -79,7 +74,7 @@ def updated(program):
 
 WAYS = {
     "whole": lambda program: program.step(program.state, program.batch),
-    "streamed": streamed,
+    "streamed": lambda program: program.step.window(program.state, [program.batch] * 2),
     "updated": updated,
 }
 
@@ -88,11 +83,7 @@ WAYS = {
 
 
 def params(change):
-    def changed(program):
-        own = program.state._replace(params=change(dict(program.state.params)))
-        return program._replace(state=own)
-
-    return changed
+    return state(lambda own: own._replace(params=change(dict(own.params))))
 
 
 def state(change):
@@ -127,33 +118,8 @@ def rows(change):
     return batch(lambda tree: tree | {"x": change(tree["x"])})
 
 
-def a_moment(change):
-    def changed(own):
-        clip, adam = own.opt_state
-        moments = adam.exp_avg | {"0.weight": change(adam.exp_avg["0.weight"])}
-        return own._replace(opt_state=(clip, adam._replace(exp_avg=moments)))
-
-    return state(changed)
-
-
 class Sub(Tensor):
     """A subclass that does nothing else."""
-
-
-class Seen(TorchDispatchMode):
-    """A dispatch mode that changes nothing."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """The operation itself."""
-        return func(*args, **(kwargs or {}))
-
-
-class Passed(TorchFunctionMode):
-    """A function mode that changes nothing."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        """The function itself."""
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -165,16 +131,28 @@ def in_double():
         torch.set_default_dtype(torch.float32)
 
 
-def doubled(_, __, out):
-    return 2 * out
-
-
 def swapped(net):
     net[0] = nn.Linear(3, 4)
 
 
 def replaced(net):
     net[0].weight = nn.Parameter(torch.ones(4, 3))
+
+
+def optimizers(change):
+    """Of a chain, whose last part keeps moments and a rate."""
+    return state(lambda own: own._replace(opt_state=(own.opt_state[0], change(own.opt_state[1]))))
+
+
+def a_moment(change):
+    def changed(adam):
+        return adam._replace(exp_avg=adam.exp_avg | {"0.weight": change(adam.exp_avg["0.weight"])})
+
+    return optimizers(changed)
+
+
+def another_rate(rate):
+    return optimizers(lambda adam: adam._replace(lr=torch.tensor(rate)))
 
 
 CHANGES = {
@@ -229,20 +207,12 @@ CHANGES = {
     ),
     "no key": state(lambda own: own._replace(key=torch.zeros(3, dtype=torch.int64))),
     "no state": state(lambda own: own.params),
-    "another rate": state(
-        lambda own: own._replace(
-            opt_state=(own.opt_state[0], own.opt_state[1]._replace(lr=torch.tensor(torch.nan)))
-        )
-    ),
-    "a rate in float32": state(
-        lambda own: own._replace(
-            opt_state=(own.opt_state[0], own.opt_state[1]._replace(lr=torch.tensor(0.5)))
-        )
-    ),
+    "another rate": another_rate(torch.nan),
+    "a rate in float32": another_rate(0.5),
     # the module
     "a module in eval mode": module(nn.Module.eval),
     "a part in eval mode": module(lambda net: net[1].eval()),
-    "a hook": module(lambda net: net[0].register_forward_hook(doubled)),
+    "a hook": module(lambda net: net[0].register_forward_hook(lambda _, __, out: 2 * out)),
     "a swapped part": module(swapped),
     "a replaced weight": module(replaced),
     "a parametrized weight": module(lambda net: weight_norm(net[0])),
@@ -257,8 +227,8 @@ CHANGES = {
     "inference mode": around(torch.inference_mode),
     "saved-tensor hooks": around(save_on_cpu),
     "forward AD": around(forward_ad.dual_level),
-    "a dispatch mode": around(Seen),
-    "a function mode": around(Passed),
+    "a dispatch mode": around(Operations),
+    "a function mode": around(Functions),
     "anomaly mode": around(torch.autograd.detect_anomaly),
     "another default dtype": around(in_double),
 }
@@ -320,7 +290,7 @@ def test_a_mode_around_the_first_call_decides_nothing_for_the_next():
     net = torch.ones(600, 600)
     step = pa.make_step(lambda w, x: (x @ w).square().mean(), pa.sgd(0.1), microbatch_size=1)
     state, rows = step.init(net), torch.ones(2, 600)
-    with Seen():
+    with Operations():
         step(state, rows)
     (decided,) = step.whole.args[0].structures.known.values()
     assert decided.kinds.large == [0]

@@ -30,7 +30,7 @@ def network():
 
 
 NET = network()
-FN = pa.functional(NET)
+FN, CLIP = pa.functional(NET), pa.clip_by_global_norm(1e9)
 CASES = {
     "sgd": (torch.optim.SGD, {"lr": 0.5}, pa.sgd(0.1)),
     "momentum": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.75}, pa.sgd(0.1, momentum=0.75)),
@@ -40,11 +40,7 @@ CASES = {
     "fused": (torch.optim.AdamW, {"lr": 0.25, "fused": True}, pa.adamw(0.1, fused=True)),
     "class": (torch.optim.RMSprop, {"lr": 0.25}, pa.from_torch(torch.optim.RMSprop, lr=0.1)),
     "NAdam": (torch.optim.NAdam, {"lr": 0.25}, pa.from_torch(torch.optim.NAdam, lr=0.1)),
-    "chain": (
-        torch.optim.AdamW,
-        {"lr": 0.25},
-        pa.chain(pa.clip_by_global_norm(1e9), pa.adamw(0.1)),
-    ),
+    "chain": (torch.optim.AdamW, {"lr": 0.25}, pa.chain(CLIP, pa.adamw(0.1))),
 }
 
 
@@ -152,9 +148,7 @@ def test_a_scaler_goes_on(before):
     for _ in range(before):
         update(True)
     step = pa.make_step(
-        lambda w, x: (w * x).sum(),
-        pa.sgd(0.0),
-        loss_scale=pa.dynamic_loss_scale(growth_interval=3),
+        lambda w, x: (w * x).sum(), pa.sgd(0.0), loss_scale=pa.dynamic_loss_scale(growth_interval=3)
     )
     state = pa.import_state(step.init(torch.ones(2)), scaler=scaler.state_dict())
     back = torch.amp.GradScaler("cpu", growth_interval=3)
@@ -188,34 +182,23 @@ def test_a_schedule_counts_on():
 # Faults ------------------------------------------------------------------------------------
 
 
-def a_run(cls=torch.optim.AdamW, count=1, **settings):
+def a_run(cls=torch.optim.AdamW, named=True, **settings):
     model = copy.deepcopy(NET)
-    optimizer = cls(model.named_parameters(), lr=0.5, **settings)
-    theirs_on(model, optimizer, batches(0, count))
-    return optimizer.state_dict()
-
-
-def renamed(state_dict, names):
-    state_dict["param_groups"][0]["param_names"] = names
-    return state_dict
-
-
-def without_names():
-    model = copy.deepcopy(NET)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = cls(model.named_parameters() if named else model.parameters(), lr=0.5, **settings)
     theirs_on(model, optimizer, batches(0, 1))
     return optimizer.state_dict()
 
 
-def uneven():
+def renamed(names):
     state_dict = a_run()
-    state_dict["state"][3]["step"] += 2
+    state_dict["param_groups"][0]["param_names"] = names
     return state_dict
 
 
-def without(key, cls=torch.optim.AdamW):
+def with_state(change, cls=torch.optim.AdamW):
+    """Another state of '2.bias'."""
     state_dict = a_run(cls)
-    del state_dict["state"][3][key]
+    change(state_dict["state"][3])
     return state_dict
 
 
@@ -231,71 +214,67 @@ def of_two_rates():
 
 
 NAMES = [name for name, _ in NET.named_parameters()]
+
+
+def said(state_dict, words, error=ValueError, optimizer=None, **knobs):
+    return state_dict, optimizer or pa.adamw(0.5), knobs, error, words
+
+
+RMSPROP = pa.from_torch(torch.optim.RMSprop, lr=0.5)
+NAMELESS, TWICE = a_run(named=False), [*NAMES[:3], NAMES[0]]
 REFUSED = {
-    "no names": (without_names(), {}, ValueError, "made without the names"),
-    "too few names": (without_names(), {"names": NAMES[:2]}, ValueError, "names has 2 names, .* 4"),
-    "a name twice": (without_names(), {"names": [*NAMES[:3], NAMES[0]]}, ValueError, "3 of them"),
-    "of a wrapper": (
-        renamed(a_run(), [f"module.{name}" for name in NAMES]),
-        {},
-        ValueError,
+    "no names": said(NAMELESS, "made without the names"),
+    "too few names": said(NAMELESS, "names has 2 names, .* 4", names=NAMES[:2]),
+    "a name twice": said(NAMELESS, "3 of them", names=TWICE),
+    "of a wrapper": said(
+        renamed([f"module.{name}" for name in NAMES]),
         "'0.weight', and the optimizer has none of that name.*'module.'",
     ),
-    "momentum of none": (
+    "momentum of none": said(
         a_run(torch.optim.SGD, momentum=0.5),
-        {"optimizer": pa.sgd(0.5)},
-        ValueError,
-        r"of '0.weight' has momentum=0.5, and state.opt_state was made with momentum=0.0",
+        "of '0.weight' has momentum=0.5, and state.opt_state was made with momentum=0.0",
+        optimizer=pa.sgd(0.5),
     ),
-    "none of amsgrad": (
+    "none of amsgrad": said(
         a_run(),
-        {"optimizer": pa.adamw(0.5, amsgrad=True)},
-        ValueError,
         "of '0.weight' has amsgrad=False, and state.opt_state was made with amsgrad=True",
+        optimizer=pa.adamw(0.5, amsgrad=True),
     ),
-    "amsgrad of none": (a_run(amsgrad=True), {}, ValueError, "has amsgrad=True, .* amsgrad=False"),
-    "a moment that is missing": (
-        without("exp_avg_sq"),
-        {},
-        ValueError,
-        "keeps None as 'exp_avg_sq' for '2.bias'",
+    "amsgrad of none": said(a_run(amsgrad=True), "has amsgrad=True, .* amsgrad=False"),
+    "a moment that is missing": said(
+        with_state(lambda kept: kept.pop("exp_avg_sq")), "keeps None as 'exp_avg_sq' for '2.bias'"
     ),
-    "other shapes": (
-        renamed(a_run(), [NAMES[2], NAMES[1], NAMES[0], NAMES[3]]),
-        {},
-        ValueError,
+    "other shapes": said(
+        renamed([NAMES[2], NAMES[1], NAMES[0], NAMES[3]]),
         r"\(2, 4\) as 'exp_avg' for '0.weight', and .* a tensor of \(4, 3\)",
     ),
-    "uneven steps": (uneven(), {}, ValueError, "has 1 steps of '2.weight' and 3 of '2.bias'"),
-    "two rates": (of_two_rates(), {}, ValueError, "rate of 0.5 for '0.weight' and of 0.25"),
-    "another class": (
+    "uneven steps": said(
+        with_state(lambda kept: kept["step"].add_(2)),
+        "has 1 steps of '2.weight' and 3 of '2.bias'",
+    ),
+    "two rates": said(of_two_rates(), "rate of 0.5 for '0.weight' and of 0.25"),
+    "another class": said(
         a_run(torch.optim.Adagrad),
-        {"optimizer": pa.from_torch(torch.optim.RMSprop, lr=0.5)},
-        ValueError,
         "of '0.weight' has no alpha, and state.opt_state was made with alpha=0.99",
+        optimizer=RMSPROP,
     ),
-    "something else": (
-        without("square_avg", torch.optim.RMSprop),
-        {"optimizer": pa.from_torch(torch.optim.RMSprop, lr=0.5)},
-        ValueError,
+    "something else": said(
+        with_state(lambda kept: kept.pop("square_avg"), torch.optim.RMSprop),
         r"keeps \['step'\] for '2.bias', and state.opt_state \['square_avg', 'step'\]",
+        optimizer=RMSPROP,
     ),
-    "the optimizer itself": (
-        torch.optim.SGD([torch.ones(1)], lr=0.5),
-        {},
-        TypeError,
-        r"expected its state_dict\(\)",
+    "the optimizer itself": said(
+        torch.optim.SGD([torch.ones(1)], lr=0.5), r"expected its state_dict\(\)", TypeError
     ),
-    "no state_dict": ({"state": {}}, {}, TypeError, "'param_groups'"),
-    "steps": (a_run(), {"steps": -1}, ValueError, "steps is -1"),
+    "no state_dict": said({"state": {}}, "'param_groups'", TypeError),
+    "steps": said(a_run(), "steps is -1", steps=-1),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused(name):
-    state_dict, knobs, error, words = REFUSED[name]
-    knobs = dict(knobs)
-    state = pa.make_step(loss, knobs.pop("optimizer", pa.adamw(0.5))).init(FN.params)
+    state_dict, optimizer, knobs, error, words = REFUSED[name]
+    state = pa.make_step(loss, optimizer).init(FN.params)
     with unchanged(state), pytest.raises(error, match=words):
         pa.import_state(state, optimizer=state_dict, **knobs)
 
