@@ -173,17 +173,20 @@ def takes_whole(features):
 # The program --------------------------------------------------------------------------------
 
 
+ZERO, ONE, YES = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(True)
+
+
 class Came(NamedTuple):
     """What training came to."""
 
     params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    loss: Tensor
-    applied: Tensor
-    aux: Any
-    scale: Tensor
-    noise: Tensor
-    microbatches: int
+    applied: Tensor = YES
+    microbatches: int = 0
+    buffers: Any = ()
+    loss: Tensor = ZERO
+    aux: Any = ()
+    scale: Tensor = ONE
+    noise: Tensor = ZERO
 
 
 def loss_of(features, net):
@@ -226,7 +229,7 @@ def loss_of(features, net):
     return loss
 
 
-def knobs_of(features, budget):
+def knobs_of(features):
     knobs = {
         "compile": {"compile": {"backend": "eager"}},
         "donate": {"donate": True},
@@ -247,7 +250,11 @@ def knobs_of(features, budget):
                 raise ValueError(f"{knob} cannot be {made[knob]!r} and {value!r}")
             made[knob] = value
     if features & {"auto", "budget"}:
-        made |= {"microbatch_size": "auto", "memory_budget": budget}
+        budget = 2**22 if takes_whole(features) else 20_000
+        made |= {
+            "microbatch_size": "auto",
+            "memory_budget": budget if "budget" in features else None,
+        }
     elif not takes_whole(features) and "stream" not in features:
         made["microbatch_size"] = SIZE
     return made
@@ -289,12 +296,7 @@ def trained(features, step, state, batch):
 def program(features):
     """What the step with these features comes to."""
     net, params, buffers, batch = problem(features)
-    budget = None
-    if "budget" in features:
-        budget = 2**22 if takes_whole(features) else 20_000
-    step = pa.make_step(
-        loss_of(features, net), optimizer_of(features), **knobs_of(features, budget)
-    )
+    step = pa.make_step(loss_of(features, net), optimizer_of(features), **knobs_of(features))
     if "group" in features and "dtensors" not in features:
         start, end = ((0, 40), (40, ROWS))[dist.get_rank()]
         batch = {name: x[start:end] for name, x in batch.items()}
@@ -320,8 +322,7 @@ def program(features):
             grads = torch.func.vmap(grad)({k: torch.stack([x, 1.5 * x]) for k, x in params.items()})
         else:
             grads = full(grad(params))
-        nothing = torch.tensor(0.0)
-        return Came(grads, {}, nothing, torch.tensor(True), (), nothing, nothing, ROWS // SIZE)
+        return Came(grads, microbatches=ROWS // SIZE)
     if "vmap" in features:
         members = [{k: s * x for k, x in params.items()} for s in (1.0, 1.5)]
         stacked = pa.stack([step.init(each, given, SEED) for each in members])
@@ -334,15 +335,14 @@ def program(features):
     else:
         state, info, aux = train(params)
         count = int(info.microbatches)
-    noise = info.noise.noise[..., 0] if "noise" in features else torch.tensor(0.0)
     return Came(
         params=full(state.params),
-        buffers=full(state.buffers) if given else {},
+        buffers=full(state.buffers) if given else (),
         loss=info.loss,
         applied=info.applied,
         aux=full(aux),
-        scale=state.loss_scale.scale if "scale" in features else torch.tensor(1.0),
-        noise=noise,
+        scale=state.loss_scale.scale if "scale" in features else ONE,
+        noise=info.noise.noise[..., 0] if "noise" in features else ZERO,
         microbatches=count,
     )
 
@@ -457,12 +457,10 @@ def by_hand(features, count, times=1.0):
         total = sum(each).square().sum() / sum(w)
         return (scatter - total) / (len(at) - 1) if len(at) > 1 else torch.tensor(torch.nan)
 
-    one = torch.tensor(1.0)
     applied = torch.tensor(bool(kept))
     if "grad" in features:
         moved = lambda p: sum(x.square().sum() for x in steps(p)[0].values())  # noqa: E731
-        zero = torch.tensor(0.0)
-        return Came(torch.func.grad(moved)(params), {}, zero, applied, (), zero, zero, 0)
+        return Came(torch.func.grad(moved)(params), applied)
     new, before, held, loss, noise = steps(params)
     aux = ()
     if "aux" in features:
@@ -470,19 +468,17 @@ def by_hand(features, count, times=1.0):
         if "group" in features:
             mine = mine[:40] if dist.get_rank() == 0 else mine[40:]
         aux = {"errors": errors(before, copied(held), mine, 1).double()}
-    scale = one
+    scale = ONE
     if "scale" in features:
-        scale = torch.tensor(2.0**12)
-        if "skip" in features:
-            scale = torch.tensor(2.0**8)
+        scale = torch.tensor(2.0**8 if "skip" in features else 2.0**12)
     return Came(
         params=new,
-        buffers=held if "buffers" in features else {},
+        buffers=held if "buffers" in features else (),
         loss=loss,
         applied=applied,
         aux=aux,
         scale=scale,
-        noise=noise if "noise" in features else torch.tensor(0.0),
+        noise=noise if "noise" in features else ZERO,
         microbatches=count,
     )
 

@@ -5,6 +5,8 @@ where the arithmetic is exact, where nothing is computed, and between two runs o
 differ in another member.
 """
 
+from functools import partial
+
 import optree
 import pytest
 import torch
@@ -18,8 +20,17 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds, trees
 from tests import exactly
 from tests.draws import examples, generator, take
+from tests.problems import in_a_window
 from tests.refusals import refused
-from tests.step.problems import assert_close, leaves, loss, make_batch, make_params, member
+from tests.step.problems import (
+    assert_close,
+    leaves,
+    loss,
+    make_batch,
+    make_params,
+    member,
+    poisoned,
+)
 
 
 pytestmark = pytest.mark.transforms
@@ -82,57 +93,109 @@ UNSTACKED = {
     "0-d": ({"a": x, "b": x[0]}, ("tree['b']", "shape ()", "dim 0")),
     "0-d first": ({"a": x[0], "b": x}, ("tree['a']", "shape ()", "dim 0")),
     "another length": ([x, (x, y)], ("tree[1][1]", "(3,)", "one row per member")),
-    "a number": ({"a": x, "b": 2}, ("tree['b'] is a int", "expected a tensor")),
-    "nothing": ((), ("no leaves",)),
+    "a number beside": ({"a": x, "b": 2}, ("tree['b'] is a int", "expected a tensor")),
+    "no leaf": ((), ("no leaves",)),
 }
 
 
-@pytest.mark.parametrize("name", STACKED)
-def test_what_cannot_be_stacked_is_named(name):
-    trees, words = STACKED[name]
-    with refused((ValueError, TypeError), *words, given=trees):
-        pa.stack(trees)
-
-
-@pytest.mark.parametrize("name", UNSTACKED)
-def test_what_cannot_be_taken_apart_is_named(name):
-    tree, words = UNSTACKED[name]
-    with refused(ValueError, *words, given=tree):
-        pa.unstack(tree)
+@pytest.mark.parametrize("name", [*STACKED, *UNSTACKED])
+def test_what_cannot_be_stacked_or_taken_apart_is_named(name):
+    call, table = (pa.stack, STACKED) if name in STACKED else (pa.unstack, UNSTACKED)
+    tree, words = table[name]
+    with refused((ValueError, TypeError) if name in STACKED else ValueError, *words, given=tree):
+        call(tree)
 
 
 # Ensembles --------------------------------------------------------------------------------
 
 
-def divided(lr):
-    return pa.partition({"a": pa.sgd(lr, momentum=0.9), "b": pa.adam(lr)}, lambda p: "ab"[p == "w"])
+def divided(lr, **momentum):
+    parts = {"a": pa.sgd(lr, **momentum), "b": pa.adamw(lr)}
+    return pa.partition(parts, lambda p: "ab"[p == "w"])
 
 
-@pytest.mark.parametrize("rule", [pa.adamw, divided], ids=["adamw", "divided"])
-@examples(1 / 4)
-@given(seeds(), st.sampled_from([None, 1, 2]), st.booleans())
-def test_members_have_seeds_rates_orders_and_scales_of_their_own(rule, seed, size, noise):
-    """Each member beside a step that was made for it alone, on the data in its own order."""
+RULES = {
+    "nesterov": lambda lr: pa.sgd(lr, momentum=0.9, nesterov=True),
+    "adamw": pa.adamw,
+    "clipped": lambda lr: pa.chain(pa.clip_by_global_norm(0.3), pa.adam(lr)),
+    "divided": divided,
+    "divided, momentum": lambda lr: divided(lr, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@examples(1 / 8)
+@given(
+    seed=seeds(),
+    size=st.sampled_from([None, 1, 2, 3, 4]),
+    knobs=st.sampled_from([{}, {"noise": True}, {"nonfinite": "skip"}]),
+    bad=st.none() | st.integers(0, MEMBERS - 1),
+    shared=st.booleans(),
+)
+def test_members_have_seeds_rates_orders_and_scales_of_their_own(
+    rule, seed, size, knobs, bad, shared
+):
+    """Each member beside a step that was made for it alone, on the data in its own order.
+
+    One of them may overflow in all rows, so that nothing is left to skip, and only that.
+    """
     data = make_batch(seed, 12)
 
     def make_step(lr, scale):
         scaling = pa.dynamic_loss_scale(scale, growth_interval=2)
         return pa.make_step(
-            loss, rule(lr), microbatch_size=size, loss_scale=scaling, keys=True, noise=noise
+            loss, rule(lr), microbatch_size=size, loss_scale=scaling, keys=True, **knobs
         )
 
     steps = [make_step(0.1 / 10**i, 4.0**i) for i in range(MEMBERS)]
     states = [step.init(make_params(seed + i), seed=i) for i, step in enumerate(steps)]
     orders = [torch.randperm(12, generator=generator(seed + i)).split(4) for i in range(MEMBERS)]
+    ensemble = vmap(steps[0], (0, None if shared else 0))
     many = pa.stack(states)
     for turn in range(3):
-        parts = [take(data, order[turn]) for order in orders]
-        many, infos = vmap(steps[0])(many, pa.stack(parts))
+        if turn == 1 and bad is not None:
+            many.params["b"][bad, 0] = states[bad].params["b"][0] = torch.nan
+        parts = [take(data, order[turn]) for order in (orders[:1] * MEMBERS if shared else orders)]
+        before = many
+        many, infos = ensemble(many, parts[0] if shared else pa.stack(parts))
         alone = [step(state, x) for step, state, x in zip(steps, states, parts, strict=True)]
         assert_close(pa.unstack((many, infos)), alone)
         states = [state for state, _ in alone]
-    assert many.loss_scale.scale.tolist() == [2.0, 8.0, 32.0]
+        assert infos.applied.tolist() == [turn == 0 or i != bad for i in range(MEMBERS)]
+        if turn and bad is not None:
+            assert_trees_bitwise_equal(member(many, bad)[:3], member(before, bad)[:3])
+            halved = (before.loss_scale.scale[bad] / 2).clamp(min=1)
+            assert many.loss_scale.scale[bad] == halved
+    if bad is None:
+        assert many.loss_scale.scale.tolist() == [2.0, 8.0, 32.0]
     assert many.samples.tolist() == [12] * MEMBERS
+
+
+def test_a_skipped_microbatch_in_one_member_stays_in_it():
+    """The other members count theirs."""
+    step = pa.make_step(loss, pa.adam(0.1), microbatch_size=2, nonfinite="skip")
+    state, batches = step.init(make_params()), [make_batch(i, 5) for i in range(MEMBERS)]
+    batches[1] = poisoned(batches[1], 3)
+    got = _, info = vmap(step, (None, 0))(state, pa.stack(batches))
+    assert info.skipped.tolist() == [0, 1, 0]
+    assert info.weight.tolist() == [5, 3, 5]
+    assert_close(pa.unstack(got), [step(state, batch) for batch in batches])
+
+
+def test_a_stream_of_an_ensemble_is_that_of_its_members():
+    step = pa.make_step(loss, pa.adamw(0.1), keys=True, loss_scale=pa.dynamic_loss_scale(8.0))
+    states = [step.init(make_params(i), seed=i) for i in range(MEMBERS)]
+    parts = [make_batch(i, rows) for i, rows in enumerate((2, 3, 1))]
+    run = partial(in_a_window, step, parts=parts)
+    assert_close(pa.unstack(vmap(run)(pa.stack(states))), [*map(run, states)])
+
+
+def test_an_ensemble_is_made_by_vmap():
+    step = pa.make_step(loss, pa.adamw(0.1), loss_scale=pa.dynamic_loss_scale())
+    params = [make_params(i) for i in range(MEMBERS)]
+    assert_trees_bitwise_equal(
+        vmap(step.init)(pa.stack(params)), pa.stack([*map(step.init, params)])
+    )
 
 
 @examples(1 / 2)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import pureaccum as pa
+from tests.draws import generator
+from tests.problems import in_a_window
 
 
 pytestmark = pytest.mark.parity
@@ -27,13 +29,13 @@ FORCED = 2.0**30
 def text_batches(device):
     codes = torch.tensor([min(ord(c), 127) for c in inspect.getsource(argparse)], device=device)
     windows = codes.unfold(0, CONTEXT + 1, 1)
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(windows), generator=generator(0))
     rows = windows[order[: 200 * STEPS].to(device)]
     return [{"x": part[:, :-1], "y": part[:, -1]} for part in rows.split(200)]
 
 
 def letters(device):
-    random = torch.Generator().manual_seed(1)
+    random = generator(1)
     shapes = {
         "letters": (VOCABULARY, 8),
         "in": (8 * CONTEXT, WIDTH),
@@ -53,12 +55,8 @@ def loss(params, batch):
 
 
 def run(device, overflow_at=None, **knobs):
-    step = pa.make_step(
-        loss,
-        pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(3e-3)),
-        microbatch_size=64,  # 64, 64, 64 and 8 rows
-        **knobs,
-    )
+    optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(3e-3))
+    step = pa.make_step(loss, optimizer, microbatch_size=64, **knobs)  # 64, 64, 64 and 8 rows
     state = step.init(letters(device))
     seen = {"loss": [], "applied": [], "scale": []}
     for i, batch in enumerate(text_batches(device)):
@@ -75,12 +73,8 @@ def run(device, overflow_at=None, **knobs):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_fp16_reaches_the_loss_of_fp32_through_a_forced_overflow(device):
     full = run(device)
-    half = run(
-        device,
-        overflow_at=STEPS // 2,
-        policy=pa.Policy(compute=torch.float16),
-        loss_scale=pa.dynamic_loss_scale(),
-    )
+    knobs = {"policy": pa.Policy(compute=torch.float16), "loss_scale": pa.dynamic_loss_scale()}
+    half = run(device, overflow_at=STEPS // 2, **knobs)
     skipped = [i for i, applied in enumerate(half["applied"]) if not applied]
     # The scale halves until the gradients fit again, and no step of it is applied.
     assert skipped == list(range(STEPS // 2, STEPS // 2 + len(skipped)))
@@ -142,11 +136,7 @@ def test_a_loss_runs_in_what_its_policy_says_and_in_nothing_else(
     step = pa.make_step(loss, pa.sgd(0.5), policy=policy, microbatch_size=2, engine=engine)
     state = step.init(torch.ones(3, 1))
     batch = {"x": torch.ones(4, 3), "i": torch.arange(4)}
-    if streamed:
-        window = step.update(state, step.begin(state), batch)
-        new, info = step.apply(state, window)
-    else:
-        new, info = step(state, batch)
+    new, info = in_a_window(step, state, [batch]) if streamed else step(state, batch)
     assert info.loss == 3
     assert new.params.dtype == FULL
     assert torch.equal(new.params, torch.full((3, 1), 0.5))

@@ -301,13 +301,11 @@ def test_a_state_is_a_tree_with_all_its_fields(loss_scale):
     state = loss_scale.init()
     assert [x.dtype for x in state] == [torch.float32, torch.int32, torch.int32]
     assert all(x.shape == () for x in state)
-    for flatten, unflatten in (
-        (
-            lambda t: optree.tree_flatten(t),
-            lambda leaves, spec: optree.tree_unflatten(spec, leaves),
-        ),
+    ways = (
+        (optree.tree_flatten, lambda leaves, spec: optree.tree_unflatten(spec, leaves)),
         (pytree.tree_flatten, pytree.tree_unflatten),
-    ):
+    )
+    for flatten, unflatten in ways:
         leaves, spec = flatten(state)
         back = unflatten(leaves, spec)
         assert len(leaves) == 3

@@ -208,18 +208,10 @@ def test_after_overflows_in_a_row_the_scale_is_that_of_torch_or_its_floor(count,
 
     for loss_scale in (pa.dynamic_loss_scale(), pa.dynamic_loss_scale(min_scale=2.0**-149)):
         state = overflows(loss_scale, count)
-        grad = loss_scale.unscale(
-            state, torch.func.grad(scaled(loss_scale, state))(torch.zeros(()))
-        )
+        scaled = torch.func.grad(lambda w, its=(loss_scale, state): its[0].scale(its[1], w * 1.0))
+        grad = loss_scale.unscale(state, scaled(torch.zeros(())))
         assert torch.equal(grad, torch.tensor(1.0))
     assert overflows(pa.dynamic_loss_scale(), count).scale >= 1.0
-
-
-def scaled(loss_scale, state):
-    def loss(w):
-        return loss_scale.scale(state, w * 1.0)
-
-    return loss
 
 
 def test_an_overflow_that_only_the_unscaled_gradient_shows_is_seen():

@@ -40,21 +40,16 @@ class Kind(NamedTuple):
     terms: int  # in each number that reaches it, so many products are summed
 
 
+IMAGE = (2, 3, 4)
 KINDS = {
     "1d": Kind(
         lambda m: nn.Sequential(nn.BatchNorm1d(3, momentum=m), nn.Linear(3, 2)), (3,), "0", 0
     ),
     "2d": Kind(
-        lambda m: nn.Sequential(nn.BatchNorm2d(2, momentum=m), nn.Conv2d(2, 1, 2)),
-        (2, 3, 4),
-        "0",
-        0,
+        lambda m: nn.Sequential(nn.BatchNorm2d(2, momentum=m), nn.Conv2d(2, 1, 2)), IMAGE, "0", 0
     ),
     "behind a convolution": Kind(
-        lambda m: nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3, momentum=m)),
-        (2, 3, 4),
-        "1",
-        9,
+        lambda m: nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3, momentum=m)), IMAGE, "1", 9
     ),
 }
 
@@ -97,12 +92,8 @@ def check(kind, net, x, got):
     off = (unit + g) * a + float(gamma(kind.terms, UNIT[x.dtype])) * a
     momentum = 1 / 4 if norm.momentum is None else norm.momentum
     spread = (count * var * (count - 1)).sqrt()
-    allowed = {
-        "running_mean": 2 * momentum * off,
-        "running_var": 2
-        * momentum
-        * ((unit + g) * var + (4 * off * spread + 5 * count * off**2) / (count - 1)),
-    }
+    of_var = (unit + g) * var + (4 * off * spread + 5 * count * off**2) / (count - 1)
+    allowed = {"running_mean": 2 * momentum * off, "running_var": 2 * momentum * of_var}
     with torch.no_grad():
         net(x)
     shares = []

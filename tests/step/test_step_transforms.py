@@ -1,4 +1,4 @@
-"""A step under ``torch.compile``, under ``vmap`` over an ensemble, and differentiated.
+"""A step under ``torch.compile``, and differentiated; under ``vmap`` see ``test_ensembles.py``.
 
 All in float64, and compared with the step at eager top level. There the optimizers are torch's
 kernels and here the same formulas, which round in another order; so a number may be off by
@@ -30,9 +30,7 @@ from tests.step.problems import (
     loss,
     make_batch,
     make_params,
-    member,
     poisoned,
-    stacked,
 )
 
 
@@ -163,106 +161,6 @@ def test_a_schedule_in_python_numbers_says_so():
     assert step(state, batch)[1].applied
     with pytest.raises(Exception, match="bake into the graph as a constant"):
         function(state, batch)
-
-
-# vmap -------------------------------------------------------------------------------------
-
-
-optimizers = st.sampled_from(
-    [
-        pa.sgd(0.1, momentum=0.9, nesterov=True),
-        pa.adamw(0.1),
-        pa.chain(pa.clip_by_global_norm(0.3), pa.adam(0.1)),
-        pa.partition({"a": pa.sgd(0.1), "b": pa.adamw(0.1)}, lambda p: "ab"[p == "w"]),
-    ]
-)
-
-
-def with_rate(opt_state, rate):
-    """Another learning rate, wherever one stands."""
-    if isinstance(opt_state, dict):
-        return {label: with_rate(state, rate) for label, state in opt_state.items()}
-    if hasattr(opt_state, "lr"):
-        return opt_state._replace(lr=torch.full_like(opt_state.lr, rate))
-    return tuple(with_rate(state, rate) for state in opt_state)
-
-
-@examples(1 / 4)
-@given(
-    seeds(),
-    optimizers,
-    st.sampled_from(["propagate", "skip"]),
-    st.integers(0, 2),
-    st.integers(1, 4),
-    st.booleans(),
-)
-def test_an_ensemble_is_the_loop_over_its_members(seed, optimizer, nonfinite, bad, size, shared):
-    """Each with its parameters, rate, seed and loss scale; one of them overflows, and only that."""
-    step = pa.make_step(
-        loss,
-        optimizer,
-        microbatch_size=size,
-        nonfinite=nonfinite,
-        keys=True,
-        loss_scale=pa.dynamic_loss_scale(1.0, growth_interval=2),
-    )
-    states, batches = [], []
-    for i in range(3):
-        state = step.init(make_params(seed + i), seed=seed + i)
-        scale = torch.tensor(2.0 ** (3 * i))
-        states.append(
-            state._replace(
-                opt_state=with_rate(state.opt_state, 0.1 / (i + 1)),
-                loss_scale=state.loss_scale._replace(scale=scale),
-            )
-        )
-        batches.append(make_batch(seed if shared else seed + i, 4))
-    ensemble = torch.func.vmap(step, (0, None if shared else 0))
-    many = stacked(states)
-    for turn in range(3):
-        if turn == 1:
-            many.params["b"][bad, 0] = torch.nan  # in all rows: nothing is left to skip
-            states[bad].params["b"][0] = torch.nan
-        before = many
-        many, infos = ensemble(many, batches[0] if shared else stacked(batches))
-        for i in range(3):
-            states[i], info = step(states[i], batches[i])
-            assert_close((member(many, i), member(infos, i)), (states[i], info))
-            assert bool(info.applied) is (turn == 0 or i != bad)
-        if turn:
-            assert_trees_bitwise_equal(member(many, bad)[:3], member(before, bad)[:3])
-            halved = (before.loss_scale.scale[bad] / 2).clamp(min=1)
-            assert many.loss_scale.scale[bad] == halved
-
-
-def test_a_skipped_microbatch_in_one_member_stays_in_it():
-    """The other members count theirs."""
-    step = pa.make_step(loss, pa.adam(0.1), microbatch_size=2, nonfinite="skip")
-    state, batches = step.init(make_params()), [make_batch(i, 5) for i in range(3)]
-    batches[1] = poisoned(batches[1], 3)
-    new, info = torch.func.vmap(step, (None, 0))(state, stacked(batches))
-    assert info.skipped.tolist() == [0, 1, 0]
-    assert info.weight.tolist() == [5, 3, 5]
-    for i, batch in enumerate(batches):
-        assert_close((member(new, i), member(info, i)), step(state, batch))
-
-
-def test_a_stream_of_an_ensemble_is_that_of_its_members():
-    step = pa.make_step(loss, pa.adamw(0.1), keys=True, loss_scale=pa.dynamic_loss_scale(8.0))
-    states = [step.init(make_params(i), seed=i) for i in range(3)]
-    parts = [make_batch(i, rows) for i, rows in enumerate((2, 3, 1))]
-    run = partial(in_a_window, step, parts=parts)
-    many, infos = torch.func.vmap(run)(stacked(states))
-    for i, state in enumerate(states):
-        assert_close((member(many, i), member(infos, i)), run(state))
-
-
-def test_an_ensemble_is_made_by_vmap():
-    step = pa.make_step(loss, pa.adamw(0.1), loss_scale=pa.dynamic_loss_scale())
-    params = [make_params(i) for i in range(3)]
-    assert_trees_bitwise_equal(
-        torch.func.vmap(step.init)(stacked(params)), stacked([*map(step.init, params)])
-    )
 
 
 # Derivatives ------------------------------------------------------------------------------
