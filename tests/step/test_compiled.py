@@ -61,21 +61,18 @@ def token_loss(params, batch, keys):
     return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
 
 
+NESTEROV = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+SCALING = pa.dynamic_loss_scale(8.0, growth_interval=2)
+SCALED = {"nonfinite": "skip", "keys": True, "loss_scale": SCALING}
 FULL = pair(
     token_loss,
     pa.chain(
         pa.clip_by_global_norm(0.5),
         pa.partition(
-            {
-                "a": pa.sgd(WARMUP, momentum=0.9, nesterov=True, weight_decay=0.1),
-                "b": pa.adamw(0.1, amsgrad=True),
-            },
-            lambda p: "b" if p == "b" else "a",
+            {"w": pa.sgd(WARMUP, **NESTEROV), "b": pa.adamw(0.1, amsgrad=True)}, lambda path: path
         ),
     ),
-    nonfinite="skip",
-    keys=True,
-    loss_scale=pa.dynamic_loss_scale(8.0, growth_interval=2),
+    **SCALED,
 )
 
 
@@ -103,14 +100,7 @@ def test_a_step_with_scales_masks_and_keys_is_the_eager_one(seed, bad, masked):
 @pytest.mark.slow
 def test_a_step_with_large_gradients_is_the_eager_one():
     """One graph for each microbatch, and one that applies them."""
-    ours, eager = pair(
-        token_loss,
-        pa.sgd(WARMUP, momentum=0.9),
-        check=False,
-        nonfinite="skip",
-        keys=True,
-        loss_scale=pa.dynamic_loss_scale(8.0, growth_interval=2),
-    )
+    ours, eager = pair(token_loss, pa.sgd(WARMUP, momentum=0.9), check=False, **SCALED)
     table = torch.ones(600_000, 2, dtype=torch.float64)
     state = ours.init(make_params() | {"table": table}, seed=4)
     mask = torch.arange(9.0).double() % 4
@@ -223,11 +213,9 @@ def test_ragged_streams_and_other_states_add_no_graphs():
                 part = make_batch(i, n)
                 if j == 1:
                     part["y"][0] = torch.nan
-                windows = [
-                    ours.update(mine, windows[0], part),
-                    eager.update(other, windows[1], part),
-                ]
-                assert_close(windows[0], windows[1])
+                triples = zip((ours, eager), (mine, other), windows, strict=True)
+                windows = [step.update(state, window, part) for step, state, window in triples]
+                assert_close(*windows)
             (mine, info), (other, what) = (
                 ours.apply(mine, windows[0]),
                 eager.apply(other, windows[1]),

@@ -237,7 +237,7 @@ STEPS = {
 }
 
 
-@examples(1 / 5, 10)
+@examples(1 / 10, 10)
 @given(
     st.lists(NUMBERS, min_size=1, max_size=3),
     st.lists(st.tuples(st.sampled_from([*STEPS]), NUMBERS), max_size=5),

@@ -11,6 +11,7 @@ import pureaccum as pa
 from pureaccum.testing import unchanged
 from tests.draws import generator
 from tests.refusals import saying
+from tests.step.problems import EAGER
 
 
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("one buffer")]
@@ -186,7 +187,7 @@ def test_a_model_that_does_not_fit_is_predicted():
 
 
 def test_a_step_that_compiles_is_refused():
-    step = pa.make_step(lambda w, x: (x * w).mean(), pa.sgd(0.1), compile=True)
+    step = pa.make_step(lambda w, x: (x * w).mean(), pa.sgd(0.1), compile=EAGER)
     state = step.init(torch.ones(2))
     with saying(ValueError, "compiles itself", "without compile"):
         pa.memory_report(step, state, torch.ones(3, 2))
