@@ -1,6 +1,7 @@
 """``functional(module).apply`` is a call of the module also in what that keeps beside tensors."""
 
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -126,6 +127,16 @@ def test_a_recomputation_writes_to_no_buffer_that_was_returned(leads_back):
         value, new_buffers = loss(params, X)
         value.backward()
         assert_trees_bitwise_equal(new_buffers, want)
+
+
+def test_nothing_of_a_call_is_kept_after_it():
+    fn = pa.functional(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    for _ in range(3):
+        given = [{k: x.clone() for k, x in tree.items()} for tree in (fn.params, fn.buffers)]
+        fn.apply(*given, X)
+        kept = [ref(x) for tree in given for x in tree.values()]
+        del given
+        assert not [x for x in kept if x() is not None]
 
 
 WAYS_BACK = {
