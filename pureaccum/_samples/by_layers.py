@@ -8,7 +8,6 @@ the chunk is computed anew, by the way that takes everything, and has the words 
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
@@ -21,14 +20,8 @@ from .._base.trees import Tree, unflatten
 from .._core.batches import cutting
 from .._core.exchange import inside_of, onlooker
 from .._core.loss import in_one_list, join_aux, read, read_again
-from .chunks import (
-    OF_EACH,
-    Chunk,
-    SampleLoss,
-    Sampling,
-    needs_norms,
-    samples_of,
-)
+from .chunks import OF_EACH, Chunk, Sampling, Task, carries_graph, needs_norms, samples_of
+from .layer_rules import rule_of
 from .layers import Layers, Unfit
 from .outer_products import Outer, is_short, norms_of, written_out
 from .scaling import norms_as_tree, scaled_and_kept
@@ -36,9 +29,8 @@ from .scaling import norms_as_tree, scaled_and_kept
 
 def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling:
     """A sampling that takes gradients from layers, where they are only multiplied and summed."""
-    if reduce not in ("sum", "mean") or callable(how.metrics):
-        return how
-    if callable(how.transform) or how.transform == "sign":
+    scaled = not callable(how.transform) and how.transform != "sign"
+    if reduce not in ("sum", "mean") or callable(how.metrics) or not scaled:
         return how
     return how._replace(shortcut=partial(_chunk_by_layers, at_least=at_least))
 
@@ -53,20 +45,13 @@ def with_factors(how: Sampling) -> Sampling:
 
 
 def _chunk_by_layers(
-    call: SampleLoss,
-    leaves: list[Tensor],
-    spec: optree.PyTreeSpec,
-    part: Tree,
-    how: Sampling,
-    parts: list[list[int]],
-    *,
-    at_least: torch.dtype,
-    factors: bool = False,
+    task: Task, part: Tree, *, at_least: torch.dtype, factors: bool = False
 ) -> Chunk | None:
     """A chunk, or None where gradients do not come from layers."""
-    drawn = generators({x.device for x in leaves}) if how.mapped.randomness != "error" else []
+    draws = task.how.mapped.randomness != "error"
+    drawn = generators({x.device for x in task.leaves}) if draws else []
     try:
-        return _by_layers(call, leaves, spec, part, how, parts, at_least, factors)
+        return _by_layers(task, part, at_least, factors)
     except (RuntimeError, ValueError) as error:
         if is_out_of_memory(error):
             raise
@@ -74,20 +59,13 @@ def _chunk_by_layers(
         return None
 
 
-def _by_layers(
-    call: SampleLoss,
-    leaves: list[Tensor],
-    spec: optree.PyTreeSpec,
-    part: Tree,
-    how: Sampling,
-    parts: list[list[int]],
-    at_least: torch.dtype,
-    factors: bool,
-) -> Chunk:
-    layers, total, rest, specs = _totals(call, leaves, part, how, at_least)
+def _by_layers(task: Task, part: Tree, at_least: torch.dtype, factors: bool) -> Chunk:
+    leaves, parts, how = task.leaves, task.parts, task.how
+    layers, total, rest, specs = _totals(task, part, at_least)
     numbers = total.shape[1:]  # no dims where a sample has one
     grads: list[Any] = [None] * len(leaves)
     norms: list[Any] = [None] * len(leaves)
+    wanted = needs_norms(how)
 
     def see(i: int, grad: Outer | Tensor) -> None:
         if not factors and isinstance(grad, Outer) and (numbers or not is_short(grad)):
@@ -96,10 +74,9 @@ def _by_layers(
             grad = _rows_first(grad, leaves[i], numbers)
         grads[i] = grad
         if wanted:
-            norms[i] = norms_of(grads[i])
+            norms[i] = norms_of(grad)
 
-    wanted = needs_norms(how)
-    if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
+    if carries_graph(how) and not layers.all_of(total):
         raise Unfit("the loss depends on more than its leaves, and so do gradients")
     if here.look is not None:
         here.look([total, *rest], layers.own)
@@ -112,7 +89,7 @@ def _by_layers(
         grads=grads,
         factor=factor,
         keep=keep,
-        spec=spec,
+        spec=task.spec,
         value=seen.total,
         weight=seen.weight,
         aux=unflatten(specs["aux"], seen.aux),
@@ -121,17 +98,18 @@ def _by_layers(
 
 
 def _totals(
-    call: SampleLoss, leaves: list[Tensor], part: Tree, how: Sampling, at_least: torch.dtype
+    task: Task, part: Tree, at_least: torch.dtype
 ) -> tuple[Layers, Tensor, list[Tensor], dict[str, Any]]:
     """What the samples of a chunk come to, recorded by layers; and what comes beside it."""
+    how = task.how
     tensors, sample_of = samples_of(part, how)
-    layers = Layers(leaves, tensors[0].shape[0], at_least)
+    layers = Layers(task.leaves, tensors[0].shape[0], at_least, rule_of)
     specs: dict[str, Any] = {}
 
     def one(*tensors: Tensor) -> Any:
         sample = sample_of(tensors)
         with layers:
-            out = call(layers.given, sample)
+            out = task.call(layers.given, sample)
         seen, shape = read(out, how.has_aux, how.several)
         aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
         specs["shape"] = shape
@@ -167,10 +145,7 @@ def _norm_of(norms: list[Tensor], leaves: list[Tensor], its: list[int], like: Te
     """The norm of some leaves as one vector, for each sample, in the dtype of ``global_norm``."""
     if not its:
         return torch.zeros_like(like, dtype=torch.float32)
-    wide = torch.float64 if any(_is_double(leaves[i]) for i in its) else torch.float32
+    double = torch.float64, torch.complex128
+    wide = torch.float64 if any(leaves[i].dtype in double for i in its) else torch.float32
     together = torch.stack([norms[i].to(like.device, torch.float64) for i in its])
     return torch.linalg.vector_norm(together, dim=0).to(wide)
-
-
-def _is_double(x: Tensor) -> bool:
-    return x.dtype in (torch.float64, torch.complex128)

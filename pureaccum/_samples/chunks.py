@@ -33,7 +33,7 @@ from .._base.trees import Tree, flatten, global_norm, tree_map, unflatten
 from .._core.batches import Batch, check_size, cut_batch, cutting, read_batch, rows_to_cut
 from .._core.engines import Way, pulled, remembering_modules
 from .._core.loss import join_aux, read
-from .._core.seams import Engine, Portion, Recorded, Seams
+from .._core.seams import Portion, Recorded, Seams
 from .._core.watch import captures_are_sought
 from .._core.windows import as_they_are, run_window
 from .._core.writes import Given, Known, guarding
@@ -56,16 +56,16 @@ class Mapped(NamedTuple):
 class Sampling(NamedTuple):
     """How the gradients of samples are taken, the same for all of them."""
 
-    has_aux: bool
     chunk_size: int | None
-    transform: Transform | Clip
-    metrics: Metrics
     mapped: Mapped
     engine: SampleEngine
+    has_aux: bool = False
+    transform: Transform | Clip = None
+    metrics: Metrics = None
     several: bool = False  # whether the loss may be several numbers
     carries_graph: bool = False  # as torch.func's own results do
-    # Another way to a chunk at top level, of what ``_chunk`` is given; None where it does not lead.
-    shortcut: "Callable[..., Chunk | None] | None" = None
+    # Another way to a chunk at top level: ``shortcut(task, part)`` is None where it does not lead.
+    shortcut: "Callable[[Task, Tree], Chunk | None] | None" = None
 
 
 class Chunk(NamedTuple):
@@ -84,8 +84,18 @@ class Chunk(NamedTuple):
 SampleLoss = Callable[[Sequence[Tensor], Tree], Any]  # of the params' leaves and a sample
 
 
+class Task(NamedTuple):
+    """What a call asks of each chunk of its samples."""
+
+    call: SampleLoss
+    leaves: list[Tensor]
+    spec: optree.PyTreeSpec  # of params
+    parts: list[list[int]]  # the leaves of each part that has a norm of its own
+    how: Sampling
+
+
 def check_sampling(how: Sampling) -> Sampling:
-    """The sampling itself, or an error that says what is wrong with it."""
+    """The sampling itself, whose options are what they may be."""
     if how.chunk_size is not None:
         how = how._replace(chunk_size=check_size(how.chunk_size, "chunk_size"))
     check_choice(how.mapped.randomness, ("error", "different", "same"), "randomness")
@@ -155,7 +165,7 @@ def sampled(
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
     def noted(call: SampleLoss) -> Iterator[Chunk]:
-        for chunk in _chunks(call, leaves, spec, batch, known, how, parts):
+        for chunk in _chunks(Task(call, leaves, spec, parts, how), batch, known):
             beside.append((chunk.aux, chunk.metrics))
             yield chunk
 
@@ -175,50 +185,44 @@ def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
     return result, aux if how.metrics is None else (aux, metrics) if how.has_aux else metrics
 
 
-def _chunks(
-    call: SampleLoss,
-    leaves: list[Tensor],
-    spec: optree.PyTreeSpec,
-    batch: Batch,
-    known: Known,
-    how: Sampling,
-    parts: list[list[int]],
-) -> Iterator[Chunk]:
+def _chunks(task: Task, batch: Batch, known: Known) -> Iterator[Chunk]:
     """The samples of a batch, a chunk at a time."""
-    # Nothing is detached where results carry an outer graph.
-    follows = how.carries_graph or transform_active() or forward_ad_active()
-    size = how.chunk_size or max(batch.rows or 0, 1)
-    recorded = (
-        how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
-    )
-    # Where others look at operations, layers would not be seen, or what a mode makes of them.
-    alone = at_top_level() and may_write() and not captures_are_sought()
-    short = how.shortcut if how.engine == "vmap" and alone and not recorded else None
-    for part in cut_batch(batch, size):
+    shortcut, run = _shortcut(task), _runner(task, known)
+    for part in cut_batch(batch, task.how.chunk_size or max(batch.rows or 0, 1)):
         chunk = None
-        if short is not None and not known.unseen:
-            chunk = short(call, leaves, spec, part, how, parts)
+        if shortcut is not None and not known.unseen:
+            chunk = shortcut(task, part)
         if chunk is None:
-            window = partial(_chunk, call, spec=spec, part=part, how=how, parts=parts)
-            if how.engine == "vmap" and follows:
-                chunk = window(as_they_are(leaves))
-            else:
-                chunk = run_window(window, leaves, _ENGINES[how.engine], known)
-            known.unseen |= short is not None  # and so it is not tried in vain again
+            chunk = run(partial(_chunk, task, part))
+            known.unseen |= shortcut is not None  # and so it is not tried in vain again
         yield chunk
 
 
-_ENGINES: dict[SampleEngine, Engine] = {"vmap": "func", "autograd": "autograd"}
+def _shortcut(task: Task) -> "Callable[[Task, Tree], Chunk | None] | None":
+    """The shortcut, if this call may take it."""
+    recorded = carries_graph(task.how) and any(x.requires_grad for x in task.leaves)
+    # Where others look at operations, layers would not be seen, or what a mode makes of them.
+    alone = at_top_level() and may_write() and not captures_are_sought()
+    return task.how.shortcut if task.how.engine == "vmap" and alone and not recorded else None
 
 
-def _chunk(
-    call: SampleLoss,
-    way: Way,
-    spec: optree.PyTreeSpec,
-    part: Tree,
-    how: Sampling,
-    parts: list[list[int]],
-) -> Chunk:
+def carries_graph(how: Sampling) -> bool:
+    """Whether autograd records what is done with results."""
+    return how.carries_graph and torch.is_grad_enabled()
+
+
+def _runner(task: Task, known: Known) -> Callable[[Callable[[Way], Chunk]], Chunk]:
+    """What runs a function of a way; nothing is detached where results carry an outer graph."""
+    how, leaves = task.how, task.leaves
+    if how.engine == "autograd":
+        return partial(run_window, leaves=leaves, engine="autograd", known=known)
+    if how.carries_graph or transform_active() or forward_ad_active():
+        return lambda of_way: of_way(as_they_are(leaves))
+    return partial(run_window, leaves=leaves, engine="func", known=known)
+
+
+def _chunk(task: Task, part: Tree, way: Way) -> Chunk:
+    call, spec, parts, how = task.call, task.spec, task.parts, task.how
     tensors, sample_of = samples_of(part, how)
     specs: dict[str, optree.PyTreeSpec] = {}
     reading = partial(read, has_aux=how.has_aux, several=how.several)

@@ -55,11 +55,11 @@ def clipped_sum(  # noqa: D417
     A sample may be several rows, such as those of one user: give the batch one dim more, by
     ``x.unflatten(0, (-1, k))``, and a loss of k rows.
 
-    Outside of transforms, ``engine="vmap"`` takes norms and sums of linear layers and embeddings
-    from what they are given and the cotangents of what they give: ghost norms, in one backward pass
-    and the memory of activations. A loss that does with its parameters what cannot be followed has
-    the gradient of each sample written out, as under transforms; finding that out calls it once
-    more, with the same random numbers.
+    Outside of transforms, ``engine="vmap"`` computes norms and sums of linear layers and embeddings
+    from their inputs and the gradients of their outputs: ghost norms, in one backward pass and the
+    memory of activations. If a large parameter is used in another way, per-sample gradients are
+    written out, as under transforms; finding that out calls the loss once more, with the same
+    random numbers.
 
     Args:
         func, argnums, has_aux, batch_argnums, chunk_size, keep_batch_dim, randomness, engine,

@@ -28,15 +28,7 @@ from .._core.batches import Batch, cut_batch, need_rows, read_batch, rows_to_cut
 from .._core.history import with_history
 from .._core.writes import known_of
 from .by_layers import with_factors
-from .chunks import (
-    Chunk,
-    Mapped,
-    SampleEngine,
-    Sampling,
-    check_sampling,
-    of_arguments,
-    sampled,
-)
+from .chunks import Chunk, Mapped, SampleEngine, Sampling, check_sampling, of_arguments, sampled
 from .outer_products import Outer, inner_products
 
 
@@ -100,18 +92,8 @@ def gramian(
         <https://docs.pytorch.org/tutorials/intermediate/neural_tangent_kernels.html>`_ by
         torch.func
     """
-    how = with_factors(
-        check_sampling(
-            Sampling(
-                has_aux=False,
-                chunk_size=chunk_size,
-                transform=None,
-                metrics=None,
-                mapped=Mapped(keep_batch_dim, randomness="error"),
-                engine=engine,
-            )
-        )
-    )
+    mapped = Mapped(keep_batch_dim, randomness="error")
+    how = with_factors(check_sampling(Sampling(chunk_size, mapped, engine)))
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
     alone, known = not isinstance(argnums, tuple), known_of(func)
@@ -203,12 +185,7 @@ def _matrix(
 ) -> Tensor:
     """All inner products; those of a batch with itself are computed once, and mirrored.
 
-    Args:
-        lines: The parts of the batch.
-        columns: The parts of the other one, if that is another.
-        rows: How many samples are in either.
-        size: How many are in a part, where there are several.
-        block: The gradients of a part.
+    ``rows`` are the samples of either batch, and ``size`` those of a part, where there are several.
     """
     column, alike = _last_one_kept(block, columns), lines is columns
     whole, shapes = None, ((), ())

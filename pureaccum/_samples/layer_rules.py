@@ -14,7 +14,7 @@ A layer is a Function below the vmap. It gives what torch's own gives, and hands
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._base.torch_internals.functorch import wants_gradient
+from .layers import Layers
 from .outer_products import Outer
 
-
-if TYPE_CHECKING:
-    from .layers import Layers
 
 Rule = Callable[..., Any]
 INDICES = {torch.int32, torch.int64}
@@ -96,7 +94,7 @@ def _convolution_backward(d: Tensor, a: Tensor, weight: Tensor, knobs: Any, of: 
 # The layers ------------------------------------------------------------------------------------
 
 
-def _multiplied(layers: "Layers", x: Any, weight: Any, bias: Any, flip: bool) -> Tensor | None:
+def _multiplied(layers: Layers, x: Any, weight: Any, bias: Any, flip: bool) -> Tensor | None:
     """``F.linear``, or with ``flip`` ``x @ weight + bias``."""
     at, a = layers.leaf_of(weight, 2), layers.rows_of(x, 1)
     if at is None or a is None or not layers.fits(at[0], a):
@@ -117,11 +115,11 @@ def _multiplied(layers: "Layers", x: Any, weight: Any, bias: Any, flip: bool) ->
     return y if bias is None or j is not None else torch.add(y, layers.with_copies(bias))
 
 
-def _linear(layers: "Layers", input: Any, weight: Any, bias: Any = None) -> Tensor | None:
+def _linear(layers: Layers, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     return _multiplied(layers, input, weight, bias, flip=False)
 
 
-def _matmul(layers: "Layers", x: Any, other: Any) -> Tensor | None:
+def _matmul(layers: Layers, x: Any, other: Any) -> Tensor | None:
     if layers.leaf_of(other, 2):
         return _multiplied(layers, x, other, None, flip=True)
     if not layers.leaf_of(x, 2) or not isinstance(other, Tensor):
@@ -132,15 +130,15 @@ def _matmul(layers: "Layers", x: Any, other: Any) -> Tensor | None:
     return None if out is None else out.mT
 
 
-def _mm(layers: "Layers", x: Any, other: Any) -> Tensor | None:
+def _mm(layers: Layers, x: Any, other: Any) -> Tensor | None:
     return _matmul(layers, x, other) if x.dim() == other.dim() == 2 else None
 
 
-def _addmm(layers: "Layers", bias: Any, x: Any, other: Any) -> Tensor | None:
+def _addmm(layers: Layers, bias: Any, x: Any, other: Any) -> Tensor | None:
     return _multiplied(layers, x, other, bias, flip=True) if x.dim() == 2 else None
 
 
-def _looked_up(layers: "Layers", index: Any, weight: Any, padding: int | None) -> Tensor | None:
+def _looked_up(layers: Layers, index: Any, weight: Any, padding: int | None) -> Tensor | None:
     at, rows = layers.leaf_of(weight, 2), layers.rows_of(index, 0, expand=True)
     if at is None or rows is None or at[1] or rows.dtype not in INDICES:
         return None
@@ -156,7 +154,7 @@ def _looked_up(layers: "Layers", index: Any, weight: Any, padding: int | None) -
 
 
 def _embedding(
-    layers: "Layers",
+    layers: Layers,
     input: Any,
     weight: Any,
     padding_idx: int | None = None,
@@ -174,14 +172,14 @@ def _embedding(
     return out
 
 
-def _item(layers: "Layers", x: Any, index: Any) -> Tensor | None:
+def _item(layers: Layers, x: Any, index: Any) -> Tensor | None:
     if not layers.leaf_of(x, 2) or not isinstance(index, Tensor) or index.dtype not in INDICES:
         return None
     return _looked_up(layers, torch.where(index < 0, index + x.shape[0], index), x, None)
 
 
 def _convolution(
-    layers: "Layers",
+    layers: Layers,
     input: Any,
     weight: Any,
     bias: Any = None,
@@ -219,7 +217,7 @@ def _convolution(
 
 
 def _attention(
-    layers: "Layers",
+    layers: Layers,
     query: Any,
     key: Any,
     value: Any,
@@ -243,7 +241,7 @@ def _attention(
 
 
 def _cross_entropy(
-    layers: "Layers",
+    layers: Layers,
     input: Any,
     target: Any,
     weight: Any = None,
@@ -273,11 +271,11 @@ def _cross_entropy(
     return layers.as_sample(of_all, x, y)
 
 
-def _requires_grad(layers: "Layers", x: Any) -> Any:
+def _requires_grad(layers: Layers, x: Any) -> Any:
     return wants_gradient(x)  # a wrapper of vmap says no
 
 
-def _transposed(layers: "Layers", x: Any, *dims: Any) -> Tensor | None:
+def _transposed(layers: Layers, x: Any, *dims: Any) -> Tensor | None:
     at = layers.leaf_of(x, 2)
     if at is None or {d % 2 for d in dims} not in (set(), {0, 1}):
         return None
@@ -309,3 +307,9 @@ RULES: dict[Any, Rule] = {
 }
 # Those whose arguments may have names.
 KEYED = {_linear, _embedding, _attention, _cross_entropy, _convolution}
+
+
+def rule_of(func: Any, by_keyword: bool) -> Rule | None:
+    """What is done for all samples at once in place of a function that is called."""
+    rule = RULES.get(func)
+    return rule if rule in KEYED or not by_keyword else None

@@ -33,12 +33,14 @@ from .._base.torch_internals.functorch import (
     transform_level,
 )
 from .._base.trees import accumulation_dtype
-from .layer_rules import KEYED, RULES
 from .outer_products import Outer, sum_of_parts, zero_gradients
 
 
 SMALL = 2**10  # numbers
 See = Callable[[int, Outer | Tensor], None]
+# What is done for all samples at once in place of a function, given whether it is called by
+# keyword; None where there is no such thing. A rule itself returns None where it does not apply.
+RuleOf = Callable[[Any, bool], Callable[..., Any] | None]
 
 
 class Unfit(RuntimeError):
@@ -56,10 +58,14 @@ class Layers(TorchFunctionMode):
         rows: How many samples there are.
         at_least: The dtype of sums. A leaf is kept out of outer products where its own is narrower,
             since a sum over samples would be taken in that.
+        rule_of: Which rule there is for a function.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], rows: int, at_least: torch.dtype) -> None:
+    def __init__(
+        self, leaves: Sequence[Tensor], rows: int, at_least: torch.dtype, rule_of: RuleOf
+    ) -> None:
         super().__init__()
+        self.rule_of = rule_of
         self.leaves = [x.detach() if x.requires_grad else x for x in leaves]
         self.rows = rows
         self.given = tuple(x.detach().requires_grad_() for x in leaves)
@@ -96,11 +102,9 @@ class Layers(TorchFunctionMode):
         kwargs = kwargs or {}
         if here.observed is not None:  # what the loss does there is done again
             return func(*args, **kwargs)
-        rule = RULES.get(func)
-        if rule is not None and (not kwargs or rule in KEYED):
-            out = rule(self, *args, **kwargs)
-            if out is not None:
-                return out
+        rule = self.rule_of(func, bool(kwargs))
+        if rule is not None and (out := rule(self, *args, **kwargs)) is not None:
+            return out
         if func in UNFIT:
             raise self.refusal(UNFIT[func])
         if self.holds(args) or (kwargs and self.holds(kwargs.values())):

@@ -106,15 +106,13 @@ def noise_scale(seen: Any, like: Tree = None) -> Any:
         signal = (|S|²/W - noise) / W             # the squared norm of the true gradient
         scale  = noise / signal
 
-    ``noise`` and ``signal`` are unbiased. Batches larger than ``scale`` gain little.
+    ``noise`` and ``signal`` are unbiased. Batches larger than ``scale`` gain little. One microbatch
+    alone says nothing: NaN.
 
     Args:
         seen: An ``AccumState`` of an accumulator with ``squares=True`` (of microbatches, or of
             samples), the ``Moments`` of samples, or the ``noise`` of a ``StepInfo``.
-        like: Params: then each leaf has a noise scale of its own, by the leaf's path.
-
-    Returns:
-        A ``NoiseScale``, or a dict of them. One microbatch alone says nothing: NaN.
+        like: Params: then the result is a dict with the ``NoiseScale`` of each leaf, by its path.
 
     Example:
         >>> from pureaccum import accumulator
@@ -148,10 +146,6 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
 
     Args:
         decay: What an average keeps of itself with every batch, in [0, 1).
-
-    Returns:
-        ``init(params)``, ``update(averages, seen)``, with what ``noise_scale`` takes, and
-        ``read(averages, like=None)``, which gives what ``noise_scale`` gives.
 
     Example:
         >>> from pureaccum import per_sample_grad

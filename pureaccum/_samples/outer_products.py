@@ -7,6 +7,7 @@ times that a sample goes through it, such as the positions of a text. Norms and 
 come from these directly, in the memory of activations.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -117,11 +118,9 @@ def sum_of_parts(parts: Sequence[Outer | Tensor]) -> Outer | Tensor:
 def inner_products(x: Outer | Tensor, y: Outer | Tensor) -> Tensor:
     """The inner products of gradients by a leaf with others by the same leaf, in float32 at least.
 
-    A tensor has two dims before those of the leaf: the samples, and the numbers of each. Complex
-    gradients are vectors of real and of imaginary parts.
-
-    Returns:
-        (samples of x * numbers, samples of y * numbers).
+    A tensor has two dims before those of the leaf: the samples, and the numbers of each; so has the
+    result, as (samples of x * numbers, samples of y * numbers). Complex gradients are vectors of
+    real and of imaginary parts.
     """
     if isinstance(x, Outer) and isinstance(y, Outer) and _is_shorter(x, y):
         return _by_factors(x, y)
@@ -131,18 +130,20 @@ def inner_products(x: Outer | Tensor, y: Outer | Tensor) -> Tensor:
 def _is_shorter(x: Outer, y: Outer) -> bool:
     """Whether the products of factors are less work than those of gradients written out."""
     x, y = _numbers_to_the_right(x, y)
-    (a, d), (b, e) = (map(_numbers, (it.left, it.right)) for it in (x, y))
-    times, pairs = x.right.shape[-2], x.right.shape[-2] * y.right.shape[-2]
-    m, n = 0 if is_table(x) else x.left.shape[-1], x.right.shape[-1]
-    work = pairs * (m + e * n) + d * e * times * n
-    if max(a, b) > 1:
-        work = pairs * (a * b * m + d * e * n)
-    return pairs <= 1 or work <= max(a, d) * max(b, e) * x.shape.numel()
+    lefts, rights, pairs = _entries(x.left, y.left), _entries(x.right, y.right), _pairs(x, y)
+    wide, width = 0 if is_table(x) else x.left.shape[-1], x.right.shape[-1]
+    if max(lefts) > 1:  # by _of_pairs
+        work = pairs * (math.prod(lefts) * wide + math.prod(rights) * width)
+    else:  # by _of_one
+        summed, last = pairs * rights[1] * width, math.prod(rights) * x.right.shape[-2] * width
+        work = pairs * wide + summed + last
+    gradients = math.prod(map(max, lefts, rights))
+    return pairs <= 1 or work <= gradients * x.shape.numel()
 
 
 def _by_factors(x: Outer, y: Outer) -> Tensor:
     """Σ over pairs of <a, a'> <d, d'>. Where there are several they cancel, hence in float64."""
-    if x.right.shape[-2] * y.right.shape[-2] <= 1:
+    if _pairs(x, y) <= 1:
         return _of_pairs(x.left, x.right, y.left, y.right)
     wide, (x, y) = accumulation_dtype(x.right.dtype), _numbers_to_the_right(x, y)
     left, right, others, cotangents = (
@@ -190,9 +191,14 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     return (a.flatten(0, 2) @ b.flatten(0, 2).T).view(*a.shape[:3], *b.shape[:3])
 
 
-def _numbers(x: Tensor) -> int:
-    """For how many numbers of a sample a factor has entries."""
-    return x.shape[0] if x.dim() == 4 else 1
+def _pairs(x: Outer, y: Outer) -> int:
+    """How often a sample goes through the layer, times how often one of the others does."""
+    return x.right.shape[-2] * y.right.shape[-2]
+
+
+def _entries(*factors: Tensor) -> list[int]:
+    """For how many numbers of a sample each factor has entries."""
+    return [x.shape[0] if x.dim() == 4 else 1 for x in factors]
 
 
 def _as_rows(x: Outer | Tensor) -> Tensor:

@@ -83,13 +83,12 @@ def per_sample_grad(
             state += reduce(transform(vmap(gradient)(chunk)))
 
     As it stands it is ``vmap(grad)``, with ``in_dims`` 0 for the batches and None for the rest. Of
-    a function that returns several numbers, a tensor of any shape, it is ``vmap(jacrev)``: a
-    sample's gradient is its Jacobian, in which the dims of the output stand before those of a
-    parameter, and a chunk takes one pass forwards and one vmapped pass back. With ``reduce``, no
-    more than ``chunk_size`` gradients exist at a time. Torch.func's
-    transforms differentiate through it, and so does ``.backward()``. A sample's gradient is what
-    it adds to the sum over its batch: that of its loss, or of the total of ``Weighted``. So a mean
-    is the gradient of the full batch.
+    a function that returns several numbers it is ``vmap(jacrev)``: a sample's gradient is its
+    Jacobian, in which the dims of the output come before those of a parameter, and a chunk takes
+    one pass forwards and one vmapped pass back. With ``reduce``, no more than ``chunk_size``
+    gradients exist at a time. Torch.func's transforms differentiate through it, and so does
+    ``.backward()``. A sample's gradient is what it adds to the sum over its batch: that of its
+    loss, or of the total of ``Weighted``. So a mean is the gradient of the full batch.
 
     Args:
         func: The loss of one sample, which is given the batch's tensors without their dim 0: a
@@ -136,21 +135,18 @@ def per_sample_grad(
         `Per-sample gradients
         <https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html>`_ by torch.func
     """
-    how = check_sampling(
-        Sampling(
-            has_aux=has_aux,
-            chunk_size=chunk_size,
-            transform=transform,
-            metrics=metrics,
-            mapped=Mapped(keep_batch_dim, randomness),
-            engine=engine,
-            several=True,
-            carries_graph=chunk_size is None,
-        )
+    how = Sampling(
+        chunk_size=chunk_size,
+        mapped=Mapped(keep_batch_dim, randomness),
+        engine=engine,
+        has_aux=has_aux,
+        transform=transform,
+        metrics=metrics,
+        several=True,
+        carries_graph=chunk_size is None,
     )
+    how, at_least = _read(how, reduce, dtype)
     reducer = None if reduce == "concat" else read_reduce(reduce)
-    at_least = check_dtype(dtype)
-    how = with_shortcut(how, reduce, at_least)
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
     alone, known = not isinstance(argnums, tuple), known_of(func)
@@ -219,48 +215,35 @@ def per_sample_accumulator(  # noqa: D417
         >>> acc.finalize(state)
         (tensor(3.), tensor(14., dtype=torch.float64))
     """
-    how = check_sampling(
-        Sampling(
-            has_aux=has_aux,
-            chunk_size=chunk_size,
-            transform=transform,
-            metrics=metrics,
-            mapped=Mapped(keep_batch_dim, randomness),
-            engine=engine,
-        )
+    how = Sampling(
+        chunk_size=chunk_size,
+        mapped=Mapped(keep_batch_dim, randomness),
+        engine=engine,
+        has_aux=has_aux,
+        transform=transform,
+        metrics=metrics,
     )
-    reducer = read_reduce(reduce)
-    at_least = check_dtype(dtype)
-    how = with_shortcut(how, reduce, at_least)
+    (how, at_least), reducer = _read(how, reduce, dtype), read_reduce(reduce)
     batches, known = check_argnums(batch_argnums, "batch_argnums"), known_of(func)
 
     def init(params: Tree) -> AccumState:
-        """The identity: the state of no samples."""
+        """The state of no samples."""
         leaves, _ = read_params(params)
         refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
         with outside_inference_mode():
-            return _no_samples(reducer, params, how, at_least, squares)
-
-    def call(params: Tree, *args: Any) -> Any:
-        return func(params, *args[1:])
+            like = like_transformed(how.transform, params)
+            sums = reducer.init(like, at_least)
+            return empty(sums, leaves[0].device, len(tree_leaves(like)) if squares else None)
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         """The state with the samples of one more batch, and aux and metrics if there are any."""
         check_squares(read_state(state), squares)
-        seen, beside = sampled(call, params, (params, *args), (0,), batches, how, known)
+        call, given = lambda params, *args: func(params, *args[1:]), (params, *args)
+        seen, beside = sampled(call, params, given, (0,), batches, how, known)
         in_place = donate and may_write()
         with outside_inference_mode():
-            new = state if in_place else tree_map(_cloned, state)
-            try:
-                for chunk in seen:
-                    new = _with_chunk(new, reducer, chunk)
-            except BaseException:
-                if in_place and beside:  # a chunk has come, and may have been added in part
-                    mark(tree_leaves(state.grads), Spoiled)
-                raise
-        if in_place:
-            new = _handed_over(state, new)
-        return with_beside(new, beside, how)
+            new = _with_chunks(state, reducer, seen, in_place)
+        return with_beside(_handed_over(state, new) if in_place else new, beside, how)
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
         """One state of two, in any order and grouping."""
@@ -304,15 +287,22 @@ def _placed_like(result: Tree, params: Tree) -> Tree:
         return result
     meshes = next(x for x in like if is_sharded(x))
     placed = [replicated(x, meshes) if isinstance(x, Tensor) else x for x in leaves]
-    if len(leaves) % len(like) == 0:  # Moments have several trees
-        pairs = zip(placed, like * (len(leaves) // len(like)), strict=True)
-        alike = all(isinstance(x, Tensor) and x.shape == y.shape for x, y in pairs)
-        if alike:
-            placed = placed_like(placed, like * (len(leaves) // len(like)))
+    trees, rest = divmod(len(leaves), len(like))  # Moments have several
+    like = like * trees
+    if not rest and all(
+        isinstance(x, Tensor) and x.shape == y.shape for x, y in zip(placed, like, strict=True)
+    ):
+        placed = placed_like(placed, like)
     return unflatten(spec, placed)
 
 
 # Pieces --------------------------------------------------------------------------------
+
+
+def _read(how: Sampling, reduce: Any, dtype: torch.dtype | None) -> tuple[Sampling, torch.dtype]:
+    """The options that are shared: how gradients are taken, and the least dtype of sums."""
+    at_least = check_dtype(dtype)
+    return with_shortcut(check_sampling(how), reduce, at_least), at_least
 
 
 def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
@@ -332,23 +322,28 @@ def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
     return unflatten(spec, [torch.cat(columns.pop(0)) for _ in range(len(columns))])
 
 
-def _no_samples(
-    reducer: ChunkReducer, params: Tree, how: Sampling, at_least: torch.dtype, squares: bool = False
+def _with_chunks(
+    state: AccumState, reducer: ChunkReducer, chunks: Iterable[Chunk], in_place: bool
 ) -> AccumState:
-    """The state of no samples."""
-    like = like_transformed(how.transform, params)
-    device = tree_leaves(params)[0].device
-    return empty(reducer.init(like, at_least), device, len(tree_leaves(like)) if squares else None)
+    """The state with some chunks, one by one; an error after the first spoils a state in place."""
+    new, begun = state if in_place else _clone(state), False
+    try:
+        for chunk in chunks:
+            begun = True
+            new = _with_chunk(new, reducer, chunk)
+    except BaseException:
+        if in_place and begun:
+            mark(tree_leaves(state.grads), Spoiled)
+        raise
+    return new
 
 
 def _with_chunk(state: AccumState, reducer: ChunkReducer, chunk: Chunk) -> AccumState:
-    """The state with one more chunk; its sums are written to where nobody can see it."""
-    value, weight = chunk.value, len(chunk.value)
+    value, weight, squares = chunk.value, len(chunk.value), state.squares
     if isinstance(chunk.weight, Tensor):
         value = torch.where(counts(value, chunk.weight), value, 0.0)
         weight = chunk.weight.sum()
     value = value.double()
-    squares = state.squares
     if isinstance(squares, Tensor):
         squares = squares + squares_of(chunk)
     return state._replace(
@@ -369,5 +364,5 @@ def _handed_over(state: AccumState, new: AccumState) -> AccumState:
     return unflatten(spec, [next(renewed) if isinstance(x, Tensor) else x for x in kept])
 
 
-def _cloned(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) else x
+def _clone(state: AccumState) -> AccumState:
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)

@@ -87,9 +87,10 @@ def cg(  # noqa: D417
 
         product(x) + damping * x = b        until |residual| <= max(rtol * |b|, atol)
 
-    A matrix that is not positive definite is found out where a step meets it: then ``run`` raises
-    an ``ArithmeticError``, and ``update`` leaves x where it was. A Hessian is positive definite
-    near a minimum at most; Gauss-Newton and Fisher matrices are with some damping.
+    The solution is ``state.x``. Where a step finds that the matrix is not positive definite,
+    ``run`` raises an ``ArithmeticError`` and ``update`` leaves x where it was. A Hessian is
+    positive definite near a minimum at most; Gauss-Newton and Fisher matrices are with some
+    damping.
 
     Args:
         product: ``product(v)`` gives a tree like ``v``, of a symmetric matrix that is always the
@@ -98,10 +99,6 @@ def cg(  # noqa: D417
         preconditioner: ``preconditioner(r)`` gives a tree like ``r``: something like the inverse of
             the matrix, symmetric and positive definite itself.
         rtol, atol: When to stop.
-
-    Returns:
-        ``init(b, x=None)``, ``update(state)`` and ``run(state, steps=None)``; the solution is
-        ``state.x``.
 
     Example:
         >>> solver = cg(lambda v: torch.tensor([[4.0, 1.0], [1.0, 3.0]]) @ v)
@@ -116,28 +113,29 @@ def cg(  # noqa: D417
     """
     damping = check_number(damping, "damping")
     rtol, atol = check_number(rtol, "rtol"), check_number(atol, "atol")
+    system = _System(product, preconditioner, damping, rtol, atol)
+    return CG(system.init, system.update, system.run)
 
-    def times(direction: Tree) -> list[Tensor]:
-        given, spec = flatten(direction)
-        found = _like(product(direction), given, spec, "what product gave")
-        return [q + damping * p if damping else q for q, p in zip(found, given, strict=True)]
 
-    def conditioned(residual: Tree) -> list[Tensor]:
-        given, spec = flatten(residual)
-        if preconditioner is None:
-            return given
-        return _like(preconditioner(residual), given, spec, "what preconditioner gave")
+class _System(NamedTuple):
+    """A system of equations, but for its right side."""
 
-    def init(b: Tree, x: Tree | None = None) -> CGState:
+    product: Callable[[Tree], Tree]
+    preconditioner: Callable[[Tree], Tree] | None
+    damping: float
+    rtol: float
+    atol: float
+
+    def init(self, b: Tree, x: Tree | None = None) -> CGState:
         leaves, spec = read_params(b, "b")
         if x is None:
             x, residual = tree_map(torch.zeros_like, b), tree_map(torch.clone, b)
         else:
             given = _like(x, leaves, spec, "x")
             x = unflatten(spec, [each.clone() for each in given])
-            pairs = zip(leaves, times(x), strict=True)
+            pairs = zip(leaves, self.times(x), strict=True)
             residual = unflatten(spec, [one - other for one, other in pairs])
-        z = conditioned(residual)
+        z = self.conditioned(residual)
         norm = inner(leaves, leaves, torch.float64).sqrt()
         return CGState(
             x=x,
@@ -145,23 +143,23 @@ def cg(  # noqa: D417
             direction=unflatten(spec, [each.clone() for each in z]),
             energy=inner(flatten(residual)[0], z, torch.float64),
             norm=global_norm(residual).double(),
-            target=(rtol * norm).clamp(min=atol),
+            target=(self.rtol * norm).clamp(min=self.atol),
             curvature=torch.full_like(norm, torch.inf),
             steps=torch.zeros_like(norm, dtype=torch.int64),
         )
 
-    def update(state: CGState) -> CGState:
+    def update(self, state: CGState) -> CGState:
         check_state(state, CGState, "cg")
         xs, spec = flatten(state.x)
         rs, ps = flatten(state.residual)[0], flatten(state.direction)[0]
-        qs = times(state.direction)
+        qs = self.times(state.direction)
         curvature = inner(ps, qs, torch.float64)
         goes = (state.norm > state.target) & (state.curvature > 0)
         curvature = torch.where(goes, curvature, state.curvature)
         goes = goes & (curvature > 0)
         length = state.energy / torch.where(goes, curvature, 1.0)
         residual = unflatten(spec, _plus(rs, -length, qs))
-        zs = conditioned(residual)
+        zs = self.conditioned(residual)
         energy = inner(flatten(residual)[0], zs, torch.float64)
         ratio = energy / torch.where(goes, state.energy, 1.0)
         new = CGState(
@@ -178,12 +176,12 @@ def cg(  # noqa: D417
         kept = tree_map(lambda a, b: torch.where(goes.to(a.device), a, b), new, state)
         return kept._replace(curvature=curvature)
 
-    def run(state: CGState, steps: int | None = None) -> CGState:
+    def run(self, state: CGState, steps: int | None = None) -> CGState:
         check_state(state, CGState, "cg")
         numbers = sum(x.numel() for x in flatten(state.x)[0])
         most = 10 * numbers if steps is None else check_int(steps, "steps", "an int from 0", 0)
         while most > 0 and _unsolved(state):
-            state, most = update(state), most - 1
+            state, most = self.update(state), most - 1
         if _unsolved(state) and steps is None:
             raise ArithmeticError(
                 f"{int(state.steps)} steps of conjugate gradients left a residual of "
@@ -194,7 +192,17 @@ def cg(  # noqa: D417
             )
         return state
 
-    return CG(init, update, run)
+    def times(self, direction: Tree) -> list[Tensor]:
+        given, spec = flatten(direction)
+        found = _like(self.product(direction), given, spec, "what product gave")
+        pairs = zip(found, given, strict=True)
+        return [q + self.damping * p if self.damping else q for q, p in pairs]
+
+    def conditioned(self, residual: Tree) -> list[Tensor]:
+        given, spec = flatten(residual)
+        if self.preconditioner is None:
+            return given
+        return _like(self.preconditioner(residual), given, spec, "what preconditioner gave")
 
 
 def _unsolved(state: CGState) -> bool:

@@ -1,7 +1,7 @@
 """Derivatives of a function of one microbatch, inside of the number whose gradient is taken.
 
 gradient    of a number, which can be differentiated again
-pushed      along a vector: by forward AD, or where torch has none of an operation (LSTMs on a
+Pushing     along a vector: by forward AD, or where torch has none of an operation (LSTMs on a
             CPU, checkpoints, custom Functions) by two backward passes, of the pullback itself
 """
 
@@ -64,47 +64,49 @@ class Pushed(NamedTuple):
 Function = Callable[..., tuple[list[Tensor], list[Tensor]]]  # what is differentiated, and the rest
 
 
-def pushed(
-    func: Function,
-    leaves: Sequence[Tensor],
-    moving: Sequence[Tensor],
-    again: Sequence[Tensor],
-    known: list[bool],
-) -> Pushed:
-    """What a function gives, and its derivative along a vector.
+class Pushing:
+    """Derivatives along vectors, which remember whether torch has forward AD of what is called."""
 
-    Constants are detached, but not where a transform around the call may differentiate them: there
-    they come of leaves that were given ``again``, which the gradient of a product leaves alone.
+    has_forward_ad: bool | None = None  # None until a call has shown it
 
-    Args:
-        func: The function, of the leaves.
-        leaves: Where it is taken.
-        moving: The vector.
-        again: The leaves once more, if a transform is around the call.
-        known: Whether torch has forward AD of the function: nothing until one call has shown it.
-    """
-    at = again or leaves
-    if not transform_active() and saved_tensors_hooks_allowed():
-        found = _by_pulling_twice(func, at, moving)  # a checkpoint, which would forget tangents
-    elif torch.compiler.is_compiling() or known == [True]:
-        found = _by_forward_ad(func, at, moving)
-    elif known == [False]:
+    def __call__(
+        self,
+        func: Function,
+        leaves: Sequence[Tensor],
+        moving: Sequence[Tensor],
+        again: Sequence[Tensor],
+    ) -> Pushed:
+        """What a function of the leaves gives, and its derivative along ``moving``.
+
+        Constants are detached, but not where a transform around the call may differentiate them:
+        there they come of leaves that were given ``again``, which the gradient of a product leaves
+        alone.
+        """
+        outs, moved, beside = self.found(func, again or leaves, moving)
+        if again:
+            return Pushed(func(*leaves)[0], outs, moved, beside)
+        return Pushed(outs, constants(outs, again), constants(moved, again), beside)
+
+    def found(self, func: Function, at: Sequence[Tensor], moving: Sequence[Tensor]) -> "Found":
+        """By forward AD, unless torch has none, or a checkpoint would forget tangents."""
+        if not transform_active() and saved_tensors_hooks_allowed():
+            return _by_pulling_twice(func, at, moving)
+        if torch.compiler.is_compiling() or self.has_forward_ad:
+            return _by_forward_ad(func, at, moving)
+        if self.has_forward_ad is None:
+            before = generators({x.device for x in at})
+            try:
+                found = _by_forward_ad(func, at, moving)
+            except Exception as error:
+                if not any(words in str(error) for words in _NO_FORWARD_AD):
+                    raise
+                restore(before)
+            else:
+                self.has_forward_ad = True
+                return found
         found = _by_pulling_twice(func, at, moving)
-    else:
-        before = generators({x.device for x in leaves})
-        try:
-            found = _by_forward_ad(func, at, moving)
-            known.append(True)
-        except Exception as error:
-            if not any(words in str(error) for words in _NO_FORWARD_AD):
-                raise
-            restore(before)
-            found = _by_pulling_twice(func, at, moving)
-            known.append(False)
-    outs, moved, beside = found
-    if again:
-        return Pushed(func(*leaves)[0], outs, moved, beside)
-    return Pushed(outs, constants(outs, again), constants(moved, again), beside)
+        self.has_forward_ad = False
+        return found
 
 
 def constants(tensors: Sequence[Any], again: Sequence[Tensor]) -> list[Any]:
@@ -141,9 +143,9 @@ def _by_pulling_twice(func: Function, leaves: Sequence[Tensor], moving: Sequence
     pairs = [(x, zero) for x, zero in zip(outs, zeros, strict=True) if x.requires_grad]
     moved: Any = [None] * len(outs)
     if pairs:
-        tops, cotangents = zip(*pairs, strict=True)
+        depending, cotangents = zip(*pairs, strict=True)
         knobs: Any = {"create_graph": True, "allow_unused": True}
-        pulled: Any = torch.autograd.grad(tops, leaves, cotangents, **knobs)
+        pulled: Any = torch.autograd.grad(depending, leaves, cotangents, **knobs)
         both = zip(pulled, moving, strict=True)
         reached = [(g, v) for g, v in both if g is not None and g.requires_grad]
         if reached:

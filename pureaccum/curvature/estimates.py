@@ -9,7 +9,7 @@ its standard error are kept as they come, so that no more than one product is he
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,9 +49,10 @@ def diagonal(
 
         mean over samples of z * product(z)
 
-    It is unbiased; the variance of an entry is what stands beside it in its row, squared and added
-    up. That of an empirical Fisher matrix is had exactly, by ``per_sample_grad(...,
-    reduce="moments")(params, batch).second``.
+    The estimate is a tree like ``like``, float32 at least, and unbiased. The variance of an entry
+    is the sum of the squares of all others in its row. ``per_sample_grad(...,
+    reduce="moments")(params, batch).second`` is the diagonal of an empirical Fisher matrix,
+    exactly.
 
     Args:
         product: ``product(v)`` gives a tree like ``v``, of a symmetric matrix: ``lambda v:
@@ -62,9 +63,6 @@ def diagonal(
             with those of fewer.
         check: Whether one product is compared with differences, once a loss and kind, if it is
             made by ``hvp``, ``ggnvp`` or ``fisher_vp``.
-
-    Returns:
-        An ``Estimate`` of trees like ``like``, float32 at least.
 
     Example:
         >>> from pureaccum import key
@@ -93,13 +91,11 @@ def trace(  # noqa: D417
 
         mean over samples of <z, product(z)>
 
-    It is unbiased; its variance is twice the sum of the squares of all that is off the diagonal.
+    The estimate is a float64 number, and unbiased. Its variance is twice the sum of the squares of
+    all entries off the diagonal.
 
     Args:
         product, like, key, samples, check: As for ``diagonal``.
-
-    Returns:
-        An ``Estimate`` of two numbers, in float64.
 
     Example:
         >>> from pureaccum import key
@@ -122,7 +118,7 @@ def trace(  # noqa: D417
 def _estimate(
     product: Callable[[Tree], Tree],
     leaves: list[Tensor],
-    spec: object,
+    spec: Any,
     key: Tensor,
     samples: int,
     check: bool,
@@ -136,11 +132,12 @@ def _estimate(
         signs = [_signs(fold_in(fold_in(key, i), n), x) for n, x in enumerate(leaves)]
         before, here.compares = here.compares, here.compares and check
         try:
-            found, found_spec = flatten(product(unflatten(spec, signs)))  # pyright: ignore
+            found, found_spec = flatten(product(unflatten(spec, signs)))
         finally:
             here.compares = before
         names = "what product gave", "like"
-        check_fits(found, found_spec, leaves, spec, names, "product(v) is like v.")  # pyright: ignore
+
+        check_fits(found, found_spec, leaves, spec, names, "product(v) is like v.")
         seen = sample(signs, found)
         if not means:
             means, spread = seen, [torch.zeros_like(x) for x in seen]

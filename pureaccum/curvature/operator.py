@@ -69,9 +69,7 @@ class Operator(NamedTuple):
     def to_scipy(self) -> Any:
         """The same as a ``scipy.sparse.linalg.LinearOperator``, symmetric and of real numbers.
 
-        Returns:
-            A LinearOperator, in the widest dtype of the leaves; it copies vectors to where the
-            first leaf lies, and back.
+        It has the widest dtype of the leaves, and copies vectors to the device of the first leaf.
         """
         leaves, spec = read_params(self.like, "like")
         for name, x in zip(paths(spec, "like"), leaves, strict=True):

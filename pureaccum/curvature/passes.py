@@ -1,9 +1,9 @@
 """One pass over a batch: at hand, as a stream of batches, or spread over ranks.
 
-state = zeros
-for part in microbatches of all batches:
-state += gradient of one number of the part
-return sum of all ranks' states, divided once
+    state = zeros
+    for part in microbatches of all batches:
+        state += gradient of one number of the part
+    return sum of all ranks' states, divided once
 
 What comes out is compared with differences, once a loss and kind.
 """
@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,17 +47,19 @@ from .._core.transforms import grad_and_value
 from .._core.writes import Given, Known, known_of, knows, remember, unguarded
 
 
-def gradients_over(
-    func: Callable[..., Any],
-    wrt: tuple[int, ...],
-    batch_argnums: int | tuple[int, ...],
-    microbatch_size: Any,
-    reduction: Reduction,
-    stream: bool,
-    group: Any,
-) -> Callable[..., Any]:
+class Over(NamedTuple):
+    """Over what gradients are summed: the options that all products share."""
+
+    batch_argnums: int | tuple[int, ...]
+    microbatch_size: Any = None
+    reduction: Reduction = "mean"
+    stream: bool = False
+    group: Any = None
+
+
+def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Over) -> Any:
     """The gradients of what ``func`` gives, and its value, over a batch, a stream, or ranks."""
-    at = check_argnums(batch_argnums, "batch_argnums")
+    at = check_argnums(over.batch_argnums, "batch_argnums")
     for i in at:
         if i < 0:
             raise ValueError(
@@ -65,11 +67,11 @@ def gradients_over(
                 "params: v comes after all arguments."
             )
     # Products are compared in another way, by ``compared``, and only where that is asked for.
-    knobs: Any = {"reduction": reduction, "engine": "auto", "check": False}
-    if stream or group is not None:
-        summed = _over_parts(func, wrt, at, microbatch_size, stream, group, knobs)
+    knobs: Any = {"reduction": over.reduction, "engine": "auto", "check": False}
+    if over.stream or over.group is not None:
+        summed = _over_parts(func, wrt, at, over, knobs)
     else:
-        knobs |= {"batch_argnums": batch_argnums, "microbatch_size": microbatch_size}
+        knobs |= {"batch_argnums": over.batch_argnums, "microbatch_size": over.microbatch_size}
         summed = grad_and_value(func, wrt, **knobs)
 
     def advised(*args: Any) -> Any:
@@ -83,15 +85,10 @@ def gradients_over(
 
 
 def _over_parts(
-    func: Callable[..., Any],
-    wrt: tuple[int, ...],
-    at: tuple[int, ...],
-    size: Any,
-    stream: bool,
-    group: Any,
-    knobs: Any,
+    func: Callable[..., Any], wrt: tuple[int, ...], at: tuple[int, ...], over: Over, knobs: Any
 ) -> Callable[..., Any]:
     """The same of what no call has as a whole: by an accumulator, microbatch by microbatch."""
+    size, group = over.microbatch_size, over.group
     if is_auto(size):
         raise ValueError(
             "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "
@@ -101,7 +98,7 @@ def _over_parts(
 
     def of_moved(moved: list[Tree], *args: Any) -> Any:
         given = [*args]
-        for i, x in zip(wrt, moved, strict=True):
+        for i, x in zip(wrt, moved, strict=True):  # wrt may count from the right
             given[i] = x
         return func(*given)
 
@@ -117,12 +114,12 @@ def _over_parts(
         state = acc.init(moved)
         nothing = "curvature" if group is None else ""
         batch = {i: args[i] for i in where}
-        for part in parts_of_streams(batch, size, nothing, stream=stream):
+        for part in parts_of_streams(batch, size, nothing, stream=over.stream):
             given = [part.get(i, x) for i, x in enumerate(args)]
             state = acc.update(state, moved, *given, donate=may_write())
+        if held:
+            state = tied(state, nothing_of(args, state.total.device))
         if group is not None:
-            if held:
-                state = tied(state, nothing_of(args, state.total.device))
             state = exchange("total", state, group)
         grads, value = acc.finalize(state)
         leaves, spec = flatten(moved)
@@ -254,7 +251,7 @@ def _misses(
     def number(*args: Any) -> Tensor:
         return read(along(*args), False)[0].total
 
-    whole = gradients_over(number, (0,), batch_argnums, None, "sum", False, None)
+    whole = gradients_over(number, (0,), Over(batch_argnums, reduction="sum"))
 
     def few(args: Sequence[Any]) -> list[Any]:
         at = [i - 1 for i in positions(check_argnums(batch_argnums, ""), count + 1, "")]

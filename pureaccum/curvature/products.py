@@ -22,8 +22,8 @@ from .._base.torch_internals.modes import transform_active
 from .._base.trees import Tree, accumulation_dtype, continuous, flatten, unflatten
 from .._core.loss import Reduction, Weighted, read, sane
 from .._core.weights import quotient
-from .derivatives import constants, gradient, inner, pushed
-from .passes import compared, gradients_over, nan_of_nothing, noting, with_history_of
+from .derivatives import Pushing, constants, gradient, inner
+from .passes import Over, compared, gradients_over, nan_of_nothing, noting, with_history_of
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -89,9 +89,9 @@ def hvp(
         total, grads, weight = gradient(loss, leaves)
         return _standing_for(total, weight, inner(grads, flatten(v)[0]))
 
-    over = batch_argnums, microbatch_size, reduction, stream, group
-    both = gradients_over(along, (0, -1), *over)
-    alone = gradients_over(func, (0,), *over)
+    over = Over(batch_argnums, microbatch_size, reduction, stream, group)
+    both = gradients_over(along, (0, -1), over)
+    alone = gradients_over(func, (0,), over)
 
     def product(params: Tree, *args: Any) -> tuple[Tree, Tree]:
         if torch.compiler.is_compiling():  # compilers make least of the derivative along a vector
@@ -150,7 +150,7 @@ def ggnvp(  # noqa: D417
         Schraudolph, `Fast curvature matrix-vector products for second-order gradient descent
         <https://doi.org/10.1162/08997660260028683>`_, 2002.
     """
-    known: list[bool] = []
+    pushed = Pushing()
 
     @noting
     def along(params: Tree, *rest: Any) -> Any:
@@ -168,7 +168,7 @@ def ggnvp(  # noqa: D417
             pairs = [*zip(outs, smooth, strict=True)]
             return [x for x, its in pairs if its], [x for x, its in pairs if not its]
 
-        its, fixed, moved, others = pushed(outputs, leaves, moving, again, known)
+        its, fixed, moved, others = pushed(outputs, leaves, moving, again)
 
         def loss_of(*some: Tensor) -> tuple[Tensor, Any]:
             of_each = iter(others), iter(some)
@@ -183,8 +183,8 @@ def ggnvp(  # noqa: D417
         _, bent, (total, weight) = gradient(along_moved, fixed)
         return _standing_for(total, weight, inner(constants(bent, again), its))
 
-    over = batch_argnums, microbatch_size, reduction, stream, group
-    product = _of_constants(forward, along, gradients_over(along, (0,), *over), stream)
+    over = Over(batch_argnums, microbatch_size, reduction, stream, group)
+    product = _of_constants(forward, along, over)
     return compared(product, along, forward, loss, batch_argnums, check)
 
 
@@ -238,7 +238,7 @@ def fisher_vp(  # noqa: D417
         Kunstner, Balles and Hennig, `Limitations of the empirical Fisher approximation
         <https://arxiv.org/abs/1905.12558>`_, 2019.
     """
-    known: list[bool] = []
+    pushed = Pushing()
 
     @noting
     def along(params: Tree, *rest: Any) -> Any:
@@ -249,7 +249,7 @@ def fisher_vp(  # noqa: D417
             total, *weight = _of_rows(losses(unflatten(of_params, leaves), *args))
             return [total], weight
 
-        (total,), (fixed,), (slope,), weights = pushed(of_rows, leaves, moving, again, known)
+        (total,), (fixed,), (slope,), weights = pushed(of_rows, leaves, moving, again)
         weight: Any = float(len(slope))
         if weights:  # selected, and never multiplied: the loss of a row without weight may be NaN
             keep, slope = weights[0] != 0, quotient(slope, weights[0])
@@ -261,15 +261,14 @@ def fisher_vp(  # noqa: D417
             return number
         return _standing_for(fixed.sum(dtype=wide), weight, number)
 
-    over = batch_argnums, microbatch_size, reduction, stream, group
-    product = _of_constants(losses, along, gradients_over(along, (0,), *over), stream)
+    over = Over(batch_argnums, microbatch_size, reduction, stream, group)
+    product = _of_constants(losses, along, over)
     return compared(product, along, losses, _half_of_squares, batch_argnums, check)
 
 
-def _of_constants(
-    func: Callable[..., Any], along: Callable[..., Any], summed: Callable[..., Any], stream: bool
-) -> Product:
+def _of_constants(func: Callable[..., Any], along: Callable[..., Any], over: Over) -> Product:
     """A product whose constants come of params that are given again where a transform is around."""
+    summed = gradients_over(along, (0,), over)
 
     def product(params: Tree, *args: Any) -> Tree:
         tensors = (x for x in flatten((params, args))[0] if isinstance(x, Tensor))
@@ -282,7 +281,7 @@ def _of_constants(
         (found,), value = summed(params, *args, again)
         return nan_of_nothing(found, value)
 
-    return wraps(func)(with_history_of(product, along, stream))
+    return wraps(func)(with_history_of(product, along, over.stream))
 
 
 def _itself(params: Tree, *_: Any) -> Tree:
