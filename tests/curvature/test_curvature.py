@@ -7,14 +7,13 @@ keys that are written here that is no matter of luck.
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
@@ -29,8 +28,7 @@ from tests.dropped import is_dropped
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("curvature")]
 ROOT_OF_UNIT = 2.0**-26.5
 ROWS, CLASSES = 9, 3
-Tree = dict[str, Tensor]
-NETWORKS: dict[str, Any] = {
+NETWORKS = {
     "mlp": lambda: [nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, CLASSES)],
     "norm": lambda: [nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, CLASSES)],
     "convnet": lambda: [
@@ -45,7 +43,7 @@ NAMES = pytest.mark.parametrize("name", NETWORKS)
 class Problem:
     """A network as functions, and its matrices written out."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         torch.manual_seed(0)
         self.net = nn.Sequential(*NETWORKS[name]()).double()
         self.params = {n: p.detach() for n, p in self.net.named_parameters()}
@@ -59,20 +57,20 @@ class Problem:
         torch.manual_seed(1)
         self.u, self.v = ({n: torch.randn_like(p) for n, p in self.params.items()} for _ in "uv")
 
-    def forward(self, params: Tree, batch: Tree) -> Tensor:
+    def forward(self, params, batch):
         return functional_call(self.net, params, (batch["x"],))
 
-    def each(self, out: Tensor, batch: Tree) -> Tensor:
+    def each(self, out, batch):
         return F.cross_entropy(out, batch["y"], reduction="none")
 
-    def loss(self, out: Tensor, batch: Tree) -> pa.Weighted:
+    def loss(self, out, batch):
         return pa.Weighted((self.each(out, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
-    def losses(self, params: Tree, batch: Tree) -> pa.Weighted:
+    def losses(self, params, batch):
         each = self.each(self.forward(params, batch), batch)
         return pa.Weighted(each * batch["mask"], batch["mask"])
 
-    def products(self, **knobs: Any) -> dict[str, Any]:
+    def products(self, **knobs):
         whole = hvp(lambda p, b: self.loss(self.forward(p, b), b), **knobs)
         return {
             "hessian": lambda p, b, v: whole(p, b, v)[1],
@@ -80,12 +78,12 @@ class Problem:
             "fisher": fisher_vp(self.losses, **knobs),
         }
 
-    def matrix(self, kind: str, params: Tree | None = None) -> Tensor:
+    def matrix(self, kind, params=None):
         """The whole matrix, differentiable in params."""
         params, batch = params or self.params, self.batch
         weight = batch["mask"].sum()
 
-        def as_matrix(blocks: Any, rows: int) -> Tensor:
+        def as_matrix(blocks, rows):
             return torch.cat([blocks[n].reshape(rows, -1) for n in self.params], 1)
 
         if kind == "hessian":
@@ -102,16 +100,16 @@ class Problem:
         return j.T @ bent @ j / weight
 
 
-def hessian(f: Any) -> Any:
+def hessian(f):
     """Not torch.func's, which takes jacrev twice, and is wrong of F.layer_norm up to torch 2.13."""
     return jacrev(grad(f))
 
 
-def flat(tree: Tree, names: list[str]) -> Tensor:
+def flat(tree, names):
     return torch.cat([tree[n].reshape(-1) for n in names])
 
 
-def near(came: Tensor, want: Tensor) -> None:
+def near(came, want):
     assert (came - want).norm() <= ROOT_OF_UNIT * want.norm(), (came, want)
 
 
@@ -124,7 +122,7 @@ SIZES = st.one_of(st.none(), st.integers(1, ROWS), st.just([2, 3, 3, 1]))
 @KIND
 @examples(1 / 4, fewest=6)
 @given(SIZES)
-def test_a_product_is_that_of_the_matrix(name: str, kind: str, size: Any) -> None:
+def test_a_product_is_that_of_the_matrix(name, kind, size):
     """A masked mean, of which one microbatch may have nothing."""
     problem = Problem(name)
     of = partial(problem.products(microbatch_size=size)[kind], problem.params, problem.batch)
@@ -135,7 +133,7 @@ def test_a_product_is_that_of_the_matrix(name: str, kind: str, size: Any) -> Non
 @KIND
 @examples(1 / 8, fewest=4)
 @given(SIZES)
-def test_transforms_around_a_product(name: str, kind: str, size: Any) -> None:
+def test_transforms_around_a_product(name, kind, size):
     """Several vectors at once; and derivatives of the product, in params and along the vector."""
     problem = Problem(name)
     of = problem.products(microbatch_size=size)[kind]
@@ -146,10 +144,10 @@ def test_transforms_around_a_product(name: str, kind: str, size: Any) -> None:
     for x, y in zip(pa.unstack(came), want, strict=True):
         near(problem.flat(x), y)
 
-    def number(params: Tree) -> Tensor:
+    def number(params):
         return problem.flat(u) @ problem.flat(of(params, batch, v))
 
-    def by_hand(params: Tree) -> Tensor:
+    def by_hand(params):
         return problem.flat(u) @ problem.matrix(kind, params) @ problem.flat(v)
 
     near(problem.flat(grad(number)(params)), problem.flat(grad(by_hand)(params)))
@@ -159,35 +157,35 @@ def test_transforms_around_a_product(name: str, kind: str, size: Any) -> None:
 
 
 @KIND
-def test_a_product_of_several_arguments_and_dtypes(kind: str) -> None:
+def test_a_product_of_several_arguments_and_dtypes(kind):
     """Complex parameters are pairs of real ones, float64 beside them, and a shared tensor."""
     torch.manual_seed(2)
     params = {"w": torch.randn(3, 2, dtype=torch.complex128), "b": torch.randn(2).double()}
     v = {n: torch.randn_like(p) for n, p in params.items()}
     x, y, scale = torch.randn(5, 3).double(), torch.randn(5, 2).double(), torch.tensor(0.5)
 
-    def forward(params: Tree, x: Tensor, scale: Tensor, y: Tensor) -> Any:
+    def forward(params, x, scale, y):
         z = x.to(params["w"].dtype) @ params["w"]
         return {"out": z.real * scale + params["b"], "other": [z.imag, (x > 0)]}
 
-    def rows(out: Any, x: Tensor, scale: Tensor, y: Tensor) -> Tensor:
+    def rows(out, x, scale, y):
         kept = torch.where(out["other"][1][:, :2], out["other"][0], 0.0)
         return ((out["out"] - y) ** 4 + kept**2).sum(1)
 
-    def loss(out: Any, *args: Tensor) -> Tensor:
+    def loss(out, *args):
         return rows(out, *args).mean()
 
-    def parts(tree: Tree) -> Tensor:
+    def parts(tree):
         return torch.cat([torch.view_as_real(tree["w"]).reshape(-1), tree["b"]])
 
-    def whole(vector: Tensor) -> Tree:
+    def whole(vector):
         return {"w": torch.view_as_complex(vector[:12].view(3, 2, 2)), "b": vector[12:]}
 
-    def of_parts(vector: Tensor) -> Tensor:
+    def of_parts(vector):
         return rows(forward(whole(vector), x, scale, y), x, scale, y)
 
     at = parts(params)
-    knobs: Any = {"microbatch_size": 2, "batch_argnums": (1, 3)}
+    knobs = {"microbatch_size": 2, "batch_argnums": (1, 3)}
     if kind == "hessian":
         of = hvp(lambda p, *args: loss(forward(p, *args), *args), **knobs)
         came, matrix = of(params, x, scale, y, v)[1], hessian(lambda a: of_parts(a).mean())(at)
@@ -198,11 +196,11 @@ def test_a_product_of_several_arguments_and_dtypes(kind: str) -> None:
     else:
         came = ggnvp(forward, loss, **knobs)(params, x, scale, y, v)
 
-        def outs(vector: Tensor) -> Tensor:
+        def outs(vector):
             out = forward(whole(vector), x, scale, y)
             return torch.cat([out["out"].reshape(-1), out["other"][0].reshape(-1)])
 
-        def of_outs(outs: Tensor) -> Tensor:
+        def of_outs(outs):
             a, b = outs.view(2, 5, 2)
             return loss({"out": a, "other": [b, x > 0]}, x, scale, y)
 
@@ -211,7 +209,7 @@ def test_a_product_of_several_arguments_and_dtypes(kind: str) -> None:
     near(parts(came), matrix @ parts(v))
 
 
-def test_plain_autograd_and_forward_ad_around_a_call() -> None:
+def test_plain_autograd_and_forward_ad_around_a_call():
     """Params that require grad are taken as they are; a tangent of the caller goes through."""
     problem = Problem("mlp")
     of = problem.products(microbatch_size=4)
@@ -235,12 +233,12 @@ def test_plain_autograd_and_forward_ad_around_a_call() -> None:
         near(problem.flat(tangents), problem.flat(want))
 
 
-def test_functions_that_are_cut_inside() -> None:
+def test_functions_that_are_cut_inside():
     """A loss of all pairs of rows, an exact BatchNorm: a batch that is whole, with cuts in it."""
     problem = Problem("mlp")
 
-    def of_pairs(embed: Any) -> Any:
-        def loss(params: Tree, batch: Tree) -> Tensor:
+    def of_pairs(embed):
+        def loss(params, batch):
             z = embed(params, batch)
             return F.cross_entropy(z @ z.T, torch.arange(ROWS))
 
@@ -252,7 +250,7 @@ def test_functions_that_are_cut_inside() -> None:
     for came, x in zip(hvp(of_pairs(cut))(*args), want, strict=True):
         near(problem.flat(came), problem.flat(x))
 
-    def scores(z: Tensor, batch: Tree) -> Tensor:
+    def scores(z, batch):
         return F.cross_entropy(z @ z.T, torch.arange(ROWS))
 
     near(
@@ -264,10 +262,10 @@ def test_functions_that_are_cut_inside() -> None:
     params = whole.params
     v = {n: torch.randn_like(p) for n, p in params.items()}
 
-    def through(fn: Any) -> Any:
+    def through(fn):
         return lambda params, batch: fn.apply(params, fn.buffers, batch["x"])[0]
 
-    def both(fn: Any) -> list[Tree]:
+    def both(fn):
         of = hvp(lambda p, b: problem.loss(through(fn)(p, b), b))
         return [
             of(params, problem.batch, v)[1],
@@ -280,7 +278,7 @@ def test_functions_that_are_cut_inside() -> None:
 
 @pytest.mark.slow
 @KIND
-def test_compiled(kind: str) -> None:
+def test_compiled(kind):
     problem = Problem("mlp")
     product = problem.products(microbatch_size=4)[kind]
     args = problem.params, problem.batch, problem.v
@@ -291,7 +289,7 @@ def test_compiled(kind: str) -> None:
     near(problem.flat(pa.unstack(at_once(*args[:2], several))[1]), want)
 
 
-def test_threads() -> None:
+def test_threads():
     """Of which each has its own numbers, though torch's forward AD is one for all."""
     problem = Problem("mlp")
     fn = pa.functional(problem.net)  # torch's functional_call is not for several threads
@@ -299,7 +297,7 @@ def test_threads() -> None:
     products, args = problem.products(microbatch_size=2), (problem.params, problem.batch)
     wants = {kind: problem.flat(of(*args, problem.v)) for kind, of in products.items()}
 
-    def run(i: int) -> None:
+    def run(i):
         kind = KINDS[i % 3]
         near(problem.flat(products[kind](*args, problem.v)), wants[kind])
 
@@ -312,7 +310,7 @@ def test_threads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_estimates_are_as_near_as_they_say(kind: str) -> None:
+def test_estimates_are_as_near_as_they_say(kind):
     problem = Problem("norm")
     of = partial(problem.products(microbatch_size=4)[kind], problem.params, problem.batch)
     matrix, key = problem.matrix(kind), pa.key(5)
@@ -334,10 +332,10 @@ def test_estimates_are_as_near_as_they_say(kind: str) -> None:
     assert diagonal(of, problem.params, key=key, samples=1).error["1.bias"].isnan().all()
 
 
-def test_the_diagonal_of_the_empirical_fisher_matrix_by_moments() -> None:
+def test_the_diagonal_of_the_empirical_fisher_matrix_by_moments():
     problem = Problem("mlp")
 
-    def one(params: Tree, batch: Tree) -> pa.Weighted:
+    def one(params, batch):
         each = problem.losses(params, batch)
         return pa.Weighted(each.total.sum(), each.weight.sum())
 
@@ -346,12 +344,12 @@ def test_the_diagonal_of_the_empirical_fisher_matrix_by_moments() -> None:
     near(problem.flat(came), problem.matrix("fisher").diag())
 
 
-def test_labels_that_are_drawn_give_gauss_newton_on_average() -> None:
+def test_labels_that_are_drawn_give_gauss_newton_on_average():
     """The Fisher matrix of a softmax is that of Gauss-Newton; and one draw is one matrix."""
     problem = Problem("mlp")
     batch = problem.batch | {"mask": torch.ones(ROWS).double()}
 
-    def losses(params: Tree, batch: Tree) -> Tensor:
+    def losses(params, batch):
         logits = problem.forward(params, batch)
         uniform = pa.uniform(batch["keys"], logits.shape[1:], torch.float64)
         drawn = (logits.detach() - (-uniform.log()).log()).argmax(1)
@@ -378,14 +376,14 @@ def test_labels_that_are_drawn_give_gauss_newton_on_average() -> None:
 # What is solved ---------------------------------------------------------------------------------
 
 
-def test_a_solution_is_that_of_the_matrix() -> None:
+def test_a_solution_is_that_of_the_matrix():
     problem = Problem("norm")
     of = partial(problem.products(microbatch_size=4)["gauss-newton"], problem.params, problem.batch)
     matrix = problem.matrix("gauss-newton")
     matrix = matrix + 0.1 * torch.eye(len(matrix)).double()
     want = torch.linalg.solve(matrix, problem.flat(problem.v))
     inverse = {n: 1 / d for n, d in unflat(matrix.diag(), problem).items()}
-    steps: dict[str, int] = {}
+    steps = {}
     for name, knobs in {
         "plain": {},
         "preconditioned": {"preconditioner": lambda r: {n: x * inverse[n] for n, x in r.items()}},
@@ -412,13 +410,13 @@ def test_a_solution_is_that_of_the_matrix() -> None:
     assert (problem.flat(came[1]) - want).norm() <= 2 * bound
 
 
-def unflat(vector: Tensor, problem: Problem) -> Tree:
+def unflat(vector, problem):
     parts = vector.split([p.numel() for p in problem.params.values()])
     pairs = zip(problem.params.items(), parts, strict=True)
     return {n: part.view(p.shape) for (n, p), part in pairs}
 
 
-def test_scipy_and_columns() -> None:
+def test_scipy_and_columns():
     linalg = pytest.importorskip("scipy.sparse.linalg", reason="SciPy is not installed")
     problem = Problem("mlp")
     of = partial(problem.products(microbatch_size=4)["gauss-newton"], problem.params, problem.batch)
@@ -445,17 +443,17 @@ def test_scipy_and_columns() -> None:
 
 
 @KIND
-def test_the_memory_of_one_microbatch(kind: str) -> None:
+def test_the_memory_of_one_microbatch(kind):
     """With 64 microbatches as with 4, by a tenth at most; and whole it grows with the batch."""
     width = 48
     params = [torch.randn(width, width) / width**0.5 for _ in range(4)]
 
-    def forward(params: Any, x: Tensor) -> Tensor:
+    def forward(params, x):
         for w in params:
             x = torch.tanh(x @ w)
         return x
 
-    def peak(rows: int, size: int | None) -> int:
+    def peak(rows, size):
         x = torch.randn(rows, width)
         products = {
             "hessian": hvp(lambda p, x: forward(p, x).square().mean(), microbatch_size=size),
@@ -470,20 +468,20 @@ def test_the_memory_of_one_microbatch(kind: str) -> None:
     assert peak(64 * 64, None) > 3 * peak(64 * 64, 64)
 
 
-def test_each_function_is_called_once_a_microbatch() -> None:
+def test_each_function_is_called_once_a_microbatch():
     problem, calls = Problem("mlp"), []
 
-    def forward(params: Tree, batch: Tree) -> Tensor:
+    def forward(params, batch):
         if not is_dropped():
             calls.append("forward")
         return problem.forward(params, batch)
 
-    def loss(out: Tensor, batch: Tree) -> Any:
+    def loss(out, batch):
         if not is_dropped():
             calls.append("loss")
         return problem.loss(out, batch)
 
-    def losses(params: Tree, batch: Tree) -> Tensor:
+    def losses(params, batch):
         return problem.each(forward(params, batch), batch)
 
     args = problem.params, problem.batch, problem.v

@@ -1,14 +1,11 @@
 """Products with curvature over whole numbers: the same bits however the batch is cut."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import pureaccum as pa
@@ -20,46 +17,45 @@ from tests.ranks import in_step, on_ranks
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("curvature")]
-Tree = dict[str, Tensor]
 PRODUCTS = ["hessian", "gauss-newton", "fisher"]
 REDUCTIONS = ["sum", "weighted", "mean"]  # of as many rows as is a power of two
 
 
-def whole_numbers(*shape: int, seed: int) -> Tensor:
+def whole_numbers(*shape, seed):
     return torch.randint(-3, 4, shape, generator=generator(seed)).double()
 
 
-def tree(seed: int) -> Tree:
+def tree(seed):
     return {"w": whole_numbers(2, 3, seed=seed), "b": whole_numbers(2, seed=seed + 1)}
 
 
-def batch_of(rows: int, seed: int) -> Tree:
+def batch_of(rows, seed):
     mask = torch.randint(0, 3, (rows,), generator=generator(seed)).double()
     return {"x": whole_numbers(rows, 3, seed=seed), "mask": mask}
 
 
-def forward(params: Tree, batch: Tree) -> Tensor:
+def forward(params, batch):
     z = batch["x"] @ params["w"].T + params["b"]
     return torch.stack([z[:, 0] ** 2, z[:, 0] * z[:, 1]], 1)
 
 
-def of_rows(out: Tensor, batch: Tree) -> Tensor:
+def of_rows(out, batch):
     return (out[:, 0] - batch["x"][:, 0]) ** 2 + out[:, 0] * out[:, 1]
 
 
-def loss_of(out: Tensor, batch: Tree, reduction: str) -> Any:
+def loss_of(out, batch, reduction):
     each = of_rows(out, batch)
     if reduction == "weighted":
         return pa.Weighted((each * batch["mask"]).sum(), batch["mask"].sum())
     return each.sum() if reduction == "sum" else each.mean()
 
 
-def losses_of(params: Tree, batch: Tree, reduction: str) -> Any:
+def losses_of(params, batch, reduction):
     each = of_rows(forward(params, batch), batch)
     return pa.Weighted(each * batch["mask"], batch["mask"]) if reduction == "weighted" else each
 
 
-def product(kind: str, reduction: str, **knobs: Any) -> Any:
+def product(kind, reduction, **knobs):
     """A product of ours, of (params, batch, v)."""
     knobs["reduction"] = "sum" if reduction == "sum" else "mean"
     if kind == "hessian":
@@ -70,11 +66,11 @@ def product(kind: str, reduction: str, **knobs: Any) -> Any:
     return fisher_vp(partial(losses_of, reduction=reduction), **knobs)
 
 
-def by_hand(kind: str, reduction: str, params: Tree, batch: Tree, v: Tree) -> Tree:
+def by_hand(kind, reduction, params, batch, v):
     """The same of the whole batch in plain torch.func: a sum, and one division."""
     if kind == "fisher":
 
-        def one(params: Tree, row: Tree) -> Tensor:
+        def one(params, row):
             one_row = {name: x[None] for name, x in row.items()}
             return of_rows(forward(params, one_row), one_row)[0]
 
@@ -85,7 +81,7 @@ def by_hand(kind: str, reduction: str, params: Tree, batch: Tree, v: Tree) -> Tr
     else:
         weight = batch["mask"] if reduction == "weighted" else torch.ones(len(batch["x"]))
 
-        def total(out: Tensor) -> Tensor:
+        def total(out):
             return (of_rows(out, batch) * weight.double()).sum()
 
         if kind == "hessian":
@@ -104,9 +100,7 @@ KIND, REDUCTION = pytest.mark.parametrize("kind", PRODUCTS), st.sampled_from(RED
 
 @KIND
 @given(REDUCTION, st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 2**20))
-def test_any_cut_gives_the_same_bits(
-    kind: str, reduction: str, sizes: list[int], seed: int
-) -> None:
+def test_any_cut_gives_the_same_bits(kind, reduction, sizes, seed):
     if reduction == "mean":
         sizes = [4] * (1 << (len(sizes) // 2))
     batch, params, v = batch_of(sum(sizes), seed), tree(seed + 2), tree(seed + 4)
@@ -126,7 +120,7 @@ def test_any_cut_gives_the_same_bits(
 
 @KIND
 @given(REDUCTION, st.integers(0, 2**20))
-def test_it_is_symmetric_and_linear(kind: str, reduction: str, seed: int) -> None:
+def test_it_is_symmetric_and_linear(kind, reduction, seed):
     batch, params, u, v = batch_of(8, seed), *(tree(seed + i) for i in (2, 4, 6))
     if reduction == "weighted":
         batch["mask"] = torch.ones(8).double()
@@ -139,15 +133,13 @@ def test_it_is_symmetric_and_linear(kind: str, reduction: str, seed: int) -> Non
 
 
 @given(REDUCTION, st.integers(1, 9), st.integers(0, 2**20))
-def test_gauss_newton_is_the_hessian_where_forward_is_linear(
-    reduction: str, size: int, seed: int
-) -> None:
-    def linear(params: Tree, batch: Tree) -> Tensor:
+def test_gauss_newton_is_the_hessian_where_forward_is_linear(reduction, size, seed):
+    def linear(params, batch):
         return batch["x"] @ params["w"].T + params["b"]
 
     batch, params, v = batch_of(8, seed), tree(seed + 2), tree(seed + 4)
     batch["mask"][3] = 2.0
-    knobs: Any = {"microbatch_size": size, "reduction": "sum" if reduction == "sum" else "mean"}
+    knobs = {"microbatch_size": size, "reduction": "sum" if reduction == "sum" else "mean"}
     if reduction == "mean":
         knobs["microbatch_size"] = 2
     loss = partial(loss_of, reduction=reduction)
@@ -159,7 +151,7 @@ def test_gauss_newton_is_the_hessian_where_forward_is_linear(
 
 
 @KIND
-def test_a_microbatch_without_weight_adds_nothing(kind: str) -> None:
+def test_a_microbatch_without_weight_adds_nothing(kind):
     batch, params, v = batch_of(6, 0), tree(1), tree(2)
     batch["mask"] = torch.tensor([1.0, 2.0, 0.0, 0.0, 1.0, 1.0]).double()
     want = by_hand(kind, "weighted", params, batch, v)
@@ -172,10 +164,10 @@ def test_a_microbatch_without_weight_adds_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("v", [{"w": torch.zeros(2, 3), "b": torch.zeros(2)}, tree(5)])
-def test_a_numerator_without_weight_adds_its_total(v: Tree) -> None:
+def test_a_numerator_without_weight_adds_its_total(v):
     """Also along a vector on which nothing depends: a loss counts by what it is itself."""
 
-    def ratio(params: Tree, batch: Tree) -> pa.Weighted:
+    def ratio(params, batch):
         each = of_rows(forward(params, batch), batch)
         return pa.Weighted(each.sum(), batch["mask"].sum())
 
@@ -190,7 +182,7 @@ def test_a_numerator_without_weight_adds_its_total(v: Tree) -> None:
 @KIND
 @examples(1 / 4)
 @given(st.integers(1, 9), st.integers(0, 2**20))
-def test_several_vectors_at_once(kind: str, size: int, seed: int) -> None:
+def test_several_vectors_at_once(kind, size, seed):
     batch, params = batch_of(9, seed), tree(seed + 2)
     several = {"w": whole_numbers(3, 2, 3, seed=seed), "b": whole_numbers(3, 2, seed=seed + 1)}
     of = partial(product(kind, "sum", microbatch_size=size), params, batch)
@@ -203,8 +195,8 @@ def test_several_vectors_at_once(kind: str, size: int, seed: int) -> None:
 
 @examples(1 / 4)
 @given(st.integers(0, 12), st.integers(0, 2**20))
-def test_a_solution_that_is_interrupted(tmp_path_factory: Any, at: int, seed: int) -> None:
-    file: Path = tmp_path_factory.mktemp("cg") / "state"
+def test_a_solution_that_is_interrupted(tmp_path_factory, at, seed):
+    file = tmp_path_factory.mktemp("cg") / "state"
     params, b = tree(seed), tree(seed + 2)
     of = partial(product("fisher", "mean", microbatch_size=3), params)
     solver = cg(partial(of, batch_of(9, seed)), damping=50.0)
@@ -215,7 +207,7 @@ def test_a_solution_that_is_interrupted(tmp_path_factory: Any, at: int, seed: in
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_decides_is_not_rounded_on_the_way(dtype: torch.dtype) -> None:
+def test_what_decides_is_not_rounded_on_the_way(dtype):
     """A product of two numbers of 24 bits has 48: float64 holds it, their own dtype not."""
     b = torch.full((4,), 0.1, dtype=dtype)
     state = cg(lambda v: v).init(b)
@@ -228,7 +220,7 @@ def test_what_decides_is_not_rounded_on_the_way(dtype: torch.dtype) -> None:
 @on_ranks(1, 2, 3)
 @in_step(1 / 2)
 @given(st.data())
-def test_the_rows_of_all_ranks(rank: int, world: int, data: Any) -> None:
+def test_the_rows_of_all_ranks(rank, world, data):
     kind, reduction = data.draw(st.sampled_from(PRODUCTS)), data.draw(REDUCTION)
     cuts = sorted(data.draw(st.integers(0, 8)) for _ in range(world - 1))
     own = slice([0, *cuts][rank], [*cuts, 8][rank])
@@ -254,30 +246,30 @@ def test_the_rows_of_all_ranks(rank: int, world: int, data: Any) -> None:
 
 
 @on_ranks(2)
-def test_a_loss_that_reaches_other_ranks(rank: int, world: int) -> None:
+def test_a_loss_that_reaches_other_ranks(rank, world):
     """Of all pairs of rows, of which each rank scores its own against all."""
     x, params, v = whole_numbers(7, 3, seed=1), tree(1), tree(2)
     own = slice(0, 4) if rank == 0 else slice(4, 7)
 
-    def of_pairs(some: Tensor, rows: Tensor) -> Tensor:
+    def of_pairs(some, rows):
         return ((some @ rows.T) ** 2).sum()
 
-    def embed(params: Tree, x: Tensor) -> Tensor:
+    def embed(params, x):
         return (x @ params["w"].T + params["b"]) ** 2
 
-    def loss(params: Tree, x: Tensor) -> Tensor:
+    def loss(params, x):
         z = embed(params, x)
         return of_pairs(z, gather(z)) + psum(z.sum()) * z.sum()
 
-    def whole(params: Tree) -> Tensor:
+    def whole(params):
         z = embed(params, x)
         return of_pairs(z, z) + z.sum() * z.sum()
 
-    knobs: Any = {"reduction": "sum", "group": torch.distributed.group.WORLD}
+    knobs = {"reduction": "sum", "group": torch.distributed.group.WORLD}
     want = jvp(grad(whole), (params,), (v,))
     assert_trees_bitwise_equal(hvp(loss, **knobs)(params, x[own], v), want)
 
-    def scores(z: Tensor, x: Tensor) -> Tensor:
+    def scores(z, x):
         return of_pairs(z, gather(z)) + psum(z.sum()) * z.sum()
 
     z, moved = jvp(lambda p: embed(p, x), (params,), (v,))
@@ -287,12 +279,12 @@ def test_a_loss_that_reaches_other_ranks(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_a_derivative_of_a_product_over_ranks(rank: int, world: int) -> None:
+def test_a_derivative_of_a_product_over_ranks(rank, world):
     batch, params, v = batch_of(7, 7), tree(1), tree(2)
     own = slice(0, 7) if rank == 0 else slice(7, 7)
 
-    def along(of: Any, params: Tree) -> Tensor:
-        return sum((x * tree(3)[name]).sum() for name, x in of(params).items())  # pyright: ignore
+    def along(of, params):
+        return sum((x * tree(3)[name]).sum() for name, x in of(params).items())
 
     for kind in PRODUCTS:
         of = product(kind, "sum", group=torch.distributed.group.WORLD, microbatch_size=3)

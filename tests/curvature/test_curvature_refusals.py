@@ -1,12 +1,11 @@
 """What is refused of curvature says what helps, and nothing is lost or changed."""
 
 import sys
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.func import grad, jacrev, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 from pureaccum.curvature import Operator, cg, diagonal, fisher_vp, ggnvp, hvp, trace
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
+from tests.problems import function
 from tests.refusals import PARAMS, make_batch, refused, saying, squares
 
 
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.faults
 BATCH, V = make_batch(4), {"b": torch.tensor(2.0), "w": torch.tensor([1.0, 0.5])}
 
 
-def forward(params: Any, batch: Any) -> Tensor:
+def forward(params, batch):
     return batch["x"] @ params["w"] + params["b"]
 
 
-def rows(params: Any, batch: Any) -> Tensor:
+def rows(params, batch):
     return forward(params, batch) ** 2
 
 
-def mean(out: Tensor, batch: Any) -> Tensor:
+def mean(out, batch):
     return (out**2).mean()
 
 
@@ -40,7 +40,7 @@ MAKERS = {
 }
 MAKER = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
-VECTORS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+VECTORS = {
     "another structure": ({"w": V["w"]}, ValueError, ("v['b'] is missing", "like params")),
     "another shape": (V | {"w": torch.zeros(3)}, ValueError, ("v['w'] has shape (3,)", "(2,)")),
     "another dtype": (
@@ -55,14 +55,14 @@ VECTORS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
 
 @MAKER
 @pytest.mark.parametrize("name", VECTORS)
-def test_a_vector_that_is_none_of_these_params(make: Any, name: str) -> None:
+def test_a_vector_that_is_none_of_these_params(make, name):
     v, error, words = VECTORS[name]
     with refused(error, *words, given=(PARAMS, BATCH, v)):
         make(microbatch_size=2)(PARAMS, BATCH, v)
 
 
 @MAKER
-def test_calls(make: Any) -> None:
+def test_calls(make):
     with saying(TypeError, "params alone", "(params, *args, v)"):
         make()(PARAMS)
     with saying(ValueError, "params has no leaves"):
@@ -85,8 +85,8 @@ def test_calls(make: Any) -> None:
         product(PARAMS, used, V)
 
 
-def test_streams_that_do_not_end_together() -> None:
-    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+def test_streams_that_do_not_end_together():
+    def loss(params, x, y):
         return ((x @ params["w"] - y) ** 2).mean()
 
     product = hvp(loss, batch_argnums=(1, 2), stream=True)
@@ -100,7 +100,7 @@ def test_streams_that_do_not_end_together() -> None:
 
 
 @MAKER
-def test_a_batch_without_rows_or_weight_has_no_curvature(make: Any) -> None:
+def test_a_batch_without_rows_or_weight_has_no_curvature(make):
     """NaN, and no error: nothing looks at a weight."""
     none = {"x": torch.zeros(0, 2)}
     for knobs in ({}, {"microbatch_size": 2}, {"microbatch_size": 2, "stream": True}):
@@ -110,10 +110,10 @@ def test_a_batch_without_rows_or_weight_has_no_curvature(make: Any) -> None:
 
 
 @MAKER
-def test_it_is_pure(make: Any) -> None:
+def test_it_is_pure(make):
     assert_pure(make(microbatch_size=3), PARAMS, BATCH, V)
 
-    def writes(params: Any, batch: Any) -> Tensor:
+    def writes(params, batch):
         batch["x"].mul_(2.0)
         return squares(params, batch)
 
@@ -121,7 +121,7 @@ def test_it_is_pure(make: Any) -> None:
         hvp(writes, microbatch_size=2)(PARAMS, BATCH, V)
 
 
-def test_losses() -> None:
+def test_losses():
     args = PARAMS, BATCH, V
     with saying(ValueError, "the loss has shape (4,)", "0-d tensor"):
         hvp(rows)(*args)
@@ -136,7 +136,7 @@ def test_losses() -> None:
     with saying(ValueError, "the weights of the losses are 1.0", "(4,)", "each row"):
         fisher_vp(lambda p, b: pa.Weighted(rows(p, b), 1.0))(*args)
 
-    def own(params: Any, batch: Any) -> Tensor:
+    def own(params, batch):
         raise KeyError("mine")
 
     for product in (hvp(own), ggnvp(own, mean), fisher_vp(own)):
@@ -144,18 +144,15 @@ def test_losses() -> None:
             product(*args)
 
 
-def test_a_loss_that_does_not_depend_on_params() -> None:
+def test_a_loss_that_does_not_depend_on_params():
     zeros = {name: torch.zeros_like(x) for name, x in PARAMS.items()}
     args = PARAMS, BATCH, V
 
-    def constant(params: Any, batch: Any) -> Tensor:
-        return batch["x"].square().mean()
-
-    def of_one(params: Any, batch: Any) -> Tensor:  # linear in w, and without b
+    def of_one(params, batch):  # linear in w, and without b
         return (batch["x"] @ params["w"]).mean()
 
     for size in (None, 2):
-        for loss in (constant, of_one):
+        for loss in (lambda params, batch: batch["x"].square().mean(), of_one):
             with unchanged(args, "it"):
                 _, came = hvp(loss, microbatch_size=size)(*args)
             assert all(torch.equal(came[n], zeros[n]) for n in zeros)
@@ -165,33 +162,25 @@ def test_a_loss_that_does_not_depend_on_params() -> None:
         assert all(torch.equal(came[n], zeros[n]) for n in zeros)
 
 
-class Tanh(torch.autograd.Function):
-    """A Function without forward AD, which torch.func does not take."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * (1 - ctx.saved_tensors[0].tanh() ** 2)
+# Functions without forward AD: one that torch.func does not take, and one that it takes.
+Tanh = function(torch.tanh, lambda g, x: g * (1 - x.tanh() ** 2), old=True)
+Cubed = function(lambda x: x**3, lambda g, x: g * 3 * x**2, generate_vmap_rule=True)
 
 
 class LSTM(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cells = nn.LSTM(2, 3, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.cells(x.unsqueeze(1))[0][:, 0, :1].squeeze(1)
 
 
-def test_what_torch_has_no_forward_ad_of() -> None:
+def test_what_torch_has_no_forward_ad_of():
     """Then a product goes back twice: an LSTM on a CPU, a checkpoint, a custom Function."""
     lstm = pa.functional(LSTM())
     layer = {"w": torch.randn(2), "b": torch.randn(())}
-    ways: dict[str, tuple[Any, Any, Any]] = {
+    ways = {
         "LSTM": (lstm.params, lambda p, b: lstm.apply(p, (), b["x"])[0], None),
         "checkpoint": (
             layer,
@@ -227,45 +216,27 @@ def test_what_torch_has_no_forward_ad_of() -> None:
             assert (came[n] - want[n]).norm() <= 2**-12 * (1e-3 + want[n].norm()), name
 
 
-class Cubed(torch.autograd.Function):
-    """A Function without forward AD that torch.func takes."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * 3 * ctx.saved_tensors[0] ** 2
-
-
-def test_what_has_no_forward_ad_under_transforms() -> None:
+def test_what_has_no_forward_ad_under_transforms():
     """On whole numbers: several vectors at once, and a derivative of the product."""
 
-    def cubed(params: Any, batch: Any) -> Tensor:
+    def cubed(params, batch):
         return Cubed.apply(forward(params, batch))
 
     several, batch = pa.stack([V, {n: 3 * x for n, x in V.items()}]), make_batch(4)
     batch["x"] = batch["x"].remainder(3)
 
-    def both(way: Any) -> Any:
+    def both(way):
         of = ggnvp(way, lambda out, batch: (out**2).sum(), microbatch_size=2, reduction="sum")
 
-        def number(params: Any) -> Tensor:
-            return sum((x * V[n]).sum() for n, x in of(params, batch, V).items())  # pyright: ignore
+        def number(params):
+            return sum((x * V[n]).sum() for n, x in of(params, batch, V).items())
 
         return vmap(lambda v: of(PARAMS, batch, v))(several), grad(number)(PARAMS)
 
     assert_trees_bitwise_equal(both(cubed), both(lambda p, b: forward(p, b) ** 3))
 
 
-def test_params_that_share_memory_with_themselves() -> None:
+def test_params_that_share_memory_with_themselves():
     """Expanded ones, which torch gives no tangent."""
     apart = {"w": torch.tensor([2.0, 2.0]), "b": torch.tensor(1.0)}
     expanded = apart | {"w": torch.tensor(2.0).expand(2)}
@@ -274,8 +245,8 @@ def test_params_that_share_memory_with_themselves() -> None:
         assert_trees_bitwise_equal(of(expanded, BATCH, V), of(apart, BATCH, V))
 
 
-def test_what_torch_has_no_second_derivative_of() -> None:
-    def attention(params: Any, batch: Any) -> Tensor:
+def test_what_torch_has_no_second_derivative_of():
+    def attention(params, batch):
         q = (batch["x"] @ params["w"] + params["b"]).reshape(-1, 1, 1, 1).repeat(1, 1, 3, 4)
         return F.scaled_dot_product_attention(q, q, q * params["w"][0]).mean((1, 2, 3))
 
@@ -290,7 +261,7 @@ def test_what_torch_has_no_second_derivative_of() -> None:
         with sdpa_kernel(SDPBackend.MATH):
             product(PARAMS, BATCH, V)
 
-    def once_more(params: Any, batch: Any) -> Tensor:
+    def once_more(params, batch):
         grads, _ = hvp(lambda p, b: attention(p, b).square().mean())(params, batch, V)
         return grads["b"]
 
@@ -302,10 +273,10 @@ def test_what_torch_has_no_second_derivative_of() -> None:
 # What takes products ----------------------------------------------------------------------------
 
 
-def test_conjugate_gradients_that_cannot_be() -> None:
+def test_conjugate_gradients_that_cannot_be():
     b = torch.tensor([1.0, 2.0])
 
-    def run(product: Any, **knobs: Any) -> Any:
+    def run(product, **knobs):
         solver = cg(product, **knobs)
         return solver.run(solver.init(b))
 
@@ -334,7 +305,7 @@ def test_conjugate_gradients_that_cannot_be() -> None:
         cg(lambda v: v).run(b)
 
 
-def test_a_step_that_is_not_taken_leaves_the_state() -> None:
+def test_a_step_that_is_not_taken_leaves_the_state():
     """A curvature that is negative, and a system that is solved; what was reached stays."""
     solver = cg(lambda v: torch.tensor([3.0, -0.5]) * v)
     one = solver.update(solver.init(torch.tensor([1.0, 2.0])))
@@ -353,7 +324,7 @@ def test_a_step_that_is_not_taken_leaves_the_state() -> None:
     assert some.run(some.init(torch.tensor([1.0, 2.0])), 1).steps == 1
 
 
-def test_estimates_and_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_and_operators(monkeypatch):
     like = {"w": torch.zeros(2), "b": torch.zeros(())}
     for estimate in (diagonal, trace):
         with saying(ValueError, "samples is 0", "at least 1"):

@@ -3,11 +3,9 @@
 To the square root of the unit in float64: two graphs of one network add in another order.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 
@@ -24,7 +22,7 @@ ROOT_OF_UNIT = 2.0**-26.5
 @pytest.mark.parametrize("cut", [None, 4], ids=["whole", "in microbatches"])
 @pytest.mark.parametrize("kind", ["mse", "cross entropy"])
 @pytest.mark.parametrize("of", ["Hessian", "GGN", "EF"])
-def test_products(of: str, kind: str, cut: int | None) -> None:
+def test_products(of, kind, cut):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     criterion = nn.MSELoss() if kind == "mse" else nn.CrossEntropyLoss()
@@ -34,15 +32,15 @@ def test_products(of: str, kind: str, cut: int | None) -> None:
     params = {name: p.detach() for name, p in net.named_parameters()}
     v = {name: torch.randn_like(p) for name, p in params.items()}
 
-    def forward(params: Any, batch: Any) -> Tensor:
+    def forward(params, batch):
         return torch.func.functional_call(net, params, (batch[0],))
 
-    def losses(params: Any, batch: Any) -> Tensor:
+    def losses(params, batch):
         each = type(criterion)(reduction="none")(forward(params, batch), batch[1])
         # curvlinops divides the matrix of a mean over outputs by their number, and not the losses.
         return each if each.dim() == 1 else each.sum(1) / 3**0.5
 
-    makers: Any = {
+    makers = {
         "Hessian": lambda **knobs: second(
             pa.curvature.hvp(lambda p, b: criterion(forward(p, b), b[1]), **knobs)
         ),
@@ -61,7 +59,7 @@ def test_products(of: str, kind: str, cut: int | None) -> None:
             assert (x[name] - want[name]).norm() <= ROOT_OF_UNIT * want[name].norm(), name
 
 
-def test_solutions_and_estimates() -> None:
+def test_solutions_and_estimates():
     """Of one matrix, that of a regression: solutions to tolerances, estimates to errors."""
     torch.manual_seed(0)
     net = nn.Linear(8, 1, bias=False).double()
@@ -71,7 +69,7 @@ def test_solutions_and_estimates() -> None:
     theirs = curvlinops.HessianLinearOperator(net, nn.MSELoss(), params, [batch])
     hvp = pa.curvature.hvp(lambda w, b: (b[0] @ w.T - b[1]).square().mean(), microbatch_size=6)
 
-    def ours(v: Tensor) -> Tensor:
+    def ours(v):
         return hvp(like, batch, v)[1]
 
     (want,) = curvlinops.CGInverseLinearOperator(theirs, tolerance=1e-12, max_iter=200) @ [b]
@@ -87,5 +85,5 @@ def test_solutions_and_estimates() -> None:
     assert (off.abs() <= 8 * each.error.flatten()).all()
 
 
-def second(product: Any) -> Any:
+def second(product):
     return lambda *args: product(*args)[1]

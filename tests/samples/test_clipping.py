@@ -4,15 +4,12 @@ Gradients are whole numbers, which add up in any order as long as nothing is cli
 clipped adds up in one order, with chunks of one sample.
 """
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from optree import tree_leaves, tree_map
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._core.writes import known_of
@@ -20,27 +17,27 @@ from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.dropped import is_dropped
+from tests.samples.problems import engines
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("samples")]
-ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 BAD = [torch.nan, torch.inf, -torch.inf]
 chunks = st.none() | st.integers(1, 7)
 
 
-def whole(seed: int, *shape: int) -> Tensor:
+def whole(seed, *shape):
     return torch.randint(-3, 4, shape, generator=generator(seed)).float()
 
 
-def params_of(seed: int) -> dict[str, Any]:
+def params_of(seed):
     return {"in": {"w": whole(seed, 4, 3), "b": whole(seed + 1, 4)}, "out": whole(seed + 2, 4, 2)}
 
 
-def loss(params: Any, x: Tensor) -> Tensor:
+def loss(params, x):
     return (F.linear(x, params["in"]["w"], params["in"]["b"]) @ params["out"]).sum()
 
 
-def copied(params: Any, x: Tensor) -> Tensor:
+def copied(params, x):
     """The same, of which each sample has a copy of all leaves."""
     w, b, out = (x * 1 for x in (params["in"]["w"], params["in"]["b"], params["out"]))
     return (F.linear(x, w, b) @ out).sum()
@@ -49,7 +46,7 @@ def copied(params: Any, x: Tensor) -> Tensor:
 LOSSES = pytest.mark.parametrize("loss", [loss, copied], ids=["layers", "copies"])
 
 
-@ENGINES
+@engines
 @LOSSES
 @examples(1 / 2)
 @given(seeds(), st.lists(st.sampled_from([*BAD, 0.0, 1.0]), min_size=1, max_size=8), chunks)
@@ -62,7 +59,7 @@ def test_a_sample_that_is_not_finite_adds_exactly_nothing_and_is_seen(
     good = spoil.isfinite()
     x[:, 0] = torch.where(good, x[:, 0], spoil)
 
-    def run(max_norm: Any, size: int | None, x: Tensor) -> Any:
+    def run(max_norm, size, x):
         return pa.clipped_sum(loss, max_norm, chunk_size=size, engine=engine)(params, x)
 
     for large in (1e9, {"in": 1e9, "out": 1e9}, {"in": {"w": 1e9, "b": 1e9}, "out": 1e9}):
@@ -74,7 +71,7 @@ def test_a_sample_that_is_not_finite_adds_exactly_nothing_and_is_seen(
             assert torch.equal(some.isfinite(), good)
 
 
-@ENGINES
+@engines
 @LOSSES
 @examples(1 / 2)
 @given(seeds(), st.integers(1, 6))
@@ -82,12 +79,12 @@ def test_each_part_is_clipped_by_itself(engine, loss, seed, rows):
     """As if the other parameters were none."""
     params, x = params_of(seed), whole(seed + 3, rows, 3)
     norms_of = {"in": {"w": 1.5, "b": 0.5}, "out": 2.5}
-    knobs: dict[str, Any] = {"chunk_size": 1, "engine": engine}
+    knobs = {"chunk_size": 1, "engine": engine}
     for max_norm in (norms_of, {"in": 1.5, "out": 2.5}):
         sums, norms = pa.clipped_sum(loss, max_norm, **knobs)(params, x)
         for name in ("in", "out"):
 
-            def of_part(part: Any, params: Any, x: Tensor, name: str = name) -> Tensor:
+            def of_part(part, params, x, name=name):
                 return loss(params | {name: part}, x)
 
             alone = pa.clipped_sum(of_part, max_norm[name], batch_argnums=2, **knobs)
@@ -95,14 +92,14 @@ def test_each_part_is_clipped_by_itself(engine, loss, seed, rows):
             assert_trees_bitwise_equal((sums[name], norms[name]), want)
 
 
-@ENGINES
+@engines
 def test_a_tree_over_several_arguments(engine):
     params, x = params_of(3), whole(4, 5, 3)
 
-    def split(inner: Any, out: Tensor, x: Tensor) -> Tensor:
+    def split(inner, out, x):
         return loss({"in": inner, "out": out}, x)
 
-    knobs: dict[str, Any] = {"argnums": (0, 1), "batch_argnums": 2, "engine": engine}
+    knobs = {"argnums": (0, 1), "batch_argnums": 2, "engine": engine}
     got = pa.clipped_sum(split, (1.5, 2.5), **knobs)(params["in"], params["out"], x)
     sums, norms = pa.clipped_sum(loss, {"in": 1.5, "out": 2.5}, engine=engine)(params, x)
     assert_trees_bitwise_equal(got, ((sums["in"], sums["out"]), (norms["in"], norms["out"])))
@@ -111,13 +108,13 @@ def test_a_tree_over_several_arguments(engine):
     assert_trees_bitwise_equal(none, (zeros, (torch.zeros(0), torch.zeros(0))))
 
 
-@ENGINES
+@engines
 @given(seeds(), st.integers(1, 4), st.integers(1, 3))
 def test_a_sample_may_be_several_rows(engine, seed, users, k):
     """A user's gradient is the sum of those of the rows; the batch has one dim more."""
     params, batch = params_of(seed), {"x": whole(seed + 3, users * k, 3)}
 
-    def of_rows(params: Any, batch: Any) -> Tensor:
+    def of_rows(params, batch):
         return loss(params, batch["x"])
 
     clipped = pa.clipped_sum(of_rows, 1e9, engine=engine)
@@ -130,14 +127,14 @@ def test_a_sample_may_be_several_rows(engine, seed, users, k):
     assert torch.allclose(norms.double(), torch.stack(squares).sqrt(), rtol=2.0**-22, atol=0)
 
 
-@ENGINES
+@engines
 def test_a_weightless_sample_adds_nothing_and_one_that_counts_adds_its_total(engine):
     """Although the one is NaN, in parts as in the whole."""
     params, x = params_of(0), whole(1, 4, 3)
     x[1] = torch.nan
     mask = torch.tensor([1.0, 0.0, 2.0, 0.0])
 
-    def weighted(params: Any, x: Tensor, mask: Tensor) -> pa.Weighted:
+    def weighted(params, x, mask):
         return pa.Weighted(loss(params, x) * mask, mask)
 
     for max_norm in (1e9, {"in": 1e9, "out": 1e9}):
@@ -151,15 +148,15 @@ def test_a_weightless_sample_adds_nothing_and_one_that_counts_adds_its_total(eng
 # By layers or not ------------------------------------------------------------------------------
 
 
-def ways() -> dict[str, tuple[Any, Any, bool]]:
+def ways():
     """Losses of w and x, the dtype of sums, and whether layers are followed."""
     half, narrow = torch.bfloat16, torch.float32
 
-    def autocast(w: Tensor, x: Tensor) -> Tensor:
+    def autocast(w, x):
         with torch.autocast("cpu", half):
             return F.linear(x, w).float().sum()
 
-    def plain(w: Tensor, x: Tensor) -> Tensor:
+    def plain(w, x):
         return F.linear(x.to(w.dtype), w).float().sum()
 
     return {
@@ -178,7 +175,7 @@ def test_layers_are_followed_where_their_sums_are_as_wide_as_promised(name):
     x[0] = 2.0**24 if dtype == torch.float64 else 1.0
     w = torch.zeros(60, 40)
 
-    def mine(w: Tensor, x: Tensor) -> Tensor:
+    def mine(w, x):
         return call(w, x)
 
     sums, _ = pa.clipped_sum(mine, 1e12, dtype=dtype)(w, x)
@@ -193,14 +190,14 @@ def test_leaves_of_bfloat16_have_sums_of_float32():
     assert torch.equal(sums, torch.full((60, 40), 2049 * 2.0**-8))
 
 
-@ENGINES
+@engines
 def test_a_loss_may_do_something_else_in_each_chunk(engine):
     """What is a layer's in one chunk is copied in the next one."""
     params, x = params_of(1), whole(2, 8, 3)
-    calls: list[int] = []
+    calls = []
     ways = [loss, copied, lambda p, x: loss(tree_map(lambda x: x * 2, p), x), loss]
 
-    def changing(params: Any, x: Tensor) -> Tensor:
+    def changing(params, x):
         if is_dropped():
             return ways[0](params, x)
         calls.append(0)
@@ -220,10 +217,10 @@ def test_a_loss_may_turn_into_one_that_cannot_be_followed():
     """That chunk is computed again, and the rest of them as well as it."""
     params, x, calls = params_of(1), whole(2, 6, 3), list[int]()
 
-    def odd(params: Any, x: Tensor) -> Tensor:
+    def odd(params, x):
         return torch.func.vmap(lambda w: (w * x).sum())(params["in"]["w"]).sum()
 
-    def changing(params: Any, x: Tensor) -> Tensor:
+    def changing(params, x):
         if is_dropped():
             return loss(params, x)
         calls.append(0)
@@ -242,7 +239,7 @@ def test_plain_autograd_follows_results_with_chunks_as_without(size, of):
     params, x = tree_map(lambda x: x.requires_grad_(of == "params"), params_of(1)), whole(2, 5, 3)
     scale = torch.tensor(2.0, requires_grad=of == "captured")
 
-    def scaled(params: Any, x: Tensor) -> Tensor:
+    def scaled(params, x):
         return loss(params, x) * scale
 
     for norms in (2.0, {"in": 1.0, "out": 1e9}):
@@ -260,14 +257,14 @@ def test_plain_autograd_follows_results_with_chunks_as_without(size, of):
 
 
 def test_it_is_pure_and_leaves_hooks_and_modes_alone():
-    seen: list[str] = []
+    seen = []
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(inplace=True))
     net.register_forward_hook(lambda *_: seen.append("forward"))
     params = {name: x.detach().requires_grad_() for name, x in net.named_parameters()}
     for p in params.values():
         p.register_hook(lambda _: seen.append("gradient"))
 
-    def of_net(params: Any, x: Tensor) -> Tensor:
+    def of_net(params, x):
         return torch.func.functional_call(net, params, (x,)).sum()
 
     with torch.inference_mode():

@@ -6,8 +6,7 @@ times the norms of what is added. Ghost norms are off by no more than what they 
 products over t the error is one of ``Σ |left[t]| |right[t]|``, to the first power of the unit.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import pytest
 import torch
@@ -26,36 +25,35 @@ from pureaccum.testing.strategies import pieces, seeds
 from tests.draws import examples, generator
 from tests.exactly import integers
 from tests.rounding import UNIT, gamma
+from tests.samples.problems import looped
 
 
 # of attention, which takes vmap's slow path
 pytestmark = [pytest.mark.bounds, pytest.mark.filterwarnings("ignore:There is a performance drop")]
 ROOT = 2.0**-26.5
 WIDTH, WORDS = 4, 9
-Params = dict[str, Tensor]
-Loss = Callable[[Params, dict[str, Tensor]], Any]
 
 
 # Losses of one sample: x is (t, WIDTH), tokens are (t,), y is a number ---------------------------
 
 
-def mlp(p: Params, row: Params) -> Tensor:
+def mlp(p, row):
     h = torch.relu(F.linear(row["x"].flatten()[:WIDTH], p["m"], p["b"]))
     return (F.linear(torch.tanh(h), p["n"], p["c"]).sum() - row["y"]) ** 2
 
 
-def products(p: Params, row: Params) -> Tensor:
+def products(p, row):
     h = torch.tanh(row["x"] @ p["m"] + p["b"])
     h = torch.tanh((p["n"] @ h.mT).mT.mean(0))
     return (torch.addmm(p["c"], h[None], p["o"]).sum() + (p["m2"] @ h).sum() - row["y"]) ** 2
 
 
-def transposed(p: Params, row: Params) -> Tensor:
+def transposed(p, row):
     h = torch.tanh(row["x"] @ p["m"].T) @ p["n"].transpose(0, 1)
     return ((torch.mm(h, p["o"].t()) @ p["m2"].mT).sum() - row["y"]) ** 2
 
 
-def texts(p: Params, row: Params) -> Tensor:
+def texts(p, row):
     h = F.embedding(row["tokens"], p["table"], padding_idx=1)
     h = h + F.embedding(torch.arange(len(h)) % 3, p["places"])  # the same for all samples
     h = h + p["table2"][row["tokens"] - WORDS]
@@ -63,12 +61,12 @@ def texts(p: Params, row: Params) -> Tensor:
     return (F.linear(torch.tanh(h), p["m"]).mean() - row["y"]) ** 2
 
 
-def tied(p: Params, row: Params) -> Tensor:
+def tied(p, row):
     h = torch.tanh(F.embedding(row["tokens"], p["table"]) @ p["m"]).mean(0)
     return F.cross_entropy(F.linear(h, p["table"]) * row["y"], row["tokens"][0])
 
 
-def classified(p: Params, row: Params) -> Tensor:
+def classified(p, row):
     """Some positions are ignored, but never all of those whose mean is taken."""
     h, y, first = row["x"] @ p["m"], row["tokens"] % WIDTH, torch.arange(len(row["x"])) == 0
     total = F.cross_entropy(h, torch.where(first, 0, y), ignore_index=3)
@@ -80,33 +78,33 @@ def classified(p: Params, row: Params) -> Tensor:
     return total + F.cross_entropy(h, h.softmax(-1)) + F.cross_entropy(p["m"], y.repeat(4)[:4])
 
 
-def recurrent(p: Params, row: Params) -> Tensor:
+def recurrent(p, row):
     h = p["b"]
     for x in row["x"]:
         h = torch.tanh(F.linear(h + x, p["m"], p["c"]) + F.linear(x, p["n"]))
     return (h.sum() - row["y"]) ** 2
 
 
-def crossed(p: Params, row: Params) -> Tensor:
+def crossed(p, row):
     """A matrix that is multiplied from both sides, and read as it is."""
     h = torch.tanh(row["x"] @ p["m"])
     return (F.linear(h, p["m"]).sum() * p["m"][1, 2] + p["s"] - row["y"]) ** 2
 
 
-def views(p: Params, row: Params) -> Tensor:
+def views(p, row):
     flat = p["flat"]
     h = torch.tanh(row["x"] @ flat[:16].view(WIDTH, WIDTH) + flat[16:20])
     return (h.sum() * p["s"] - row["y"]) ** 2
 
 
-def convolutions(p: Params, row: Params) -> Tensor:
+def convolutions(p, row):
     h = F.conv1d(torch.cat([row["x"]] * 2).mT, p["k"], p["b"], padding=1)
     h = F.group_norm(torch.relu(h)[None], 2, p["b"], p["c"])
     h = F.conv2d(h.view(1, 2, 2, -1), p["kk"], padding=(1, 2), stride=(1, 2), groups=2)
     return (F.softplus(h).sum() - row["y"]) ** 2
 
 
-def written_in_place(p: Params, row: Params) -> Tensor:
+def written_in_place(p, row):
     h = F.linear(row["x"], p["m"], p["b"]).relu_()
     h = F.conv1d(torch.cat([h, h]).mT, p["k"], p["b"], padding=1).tanh_()
     h = (h.mT @ p["n"]).mul_(0.5)
@@ -114,7 +112,7 @@ def written_in_place(p: Params, row: Params) -> Tensor:
     return (F.embedding(row["tokens"], p["table"]).mul_(h.sum()).sum() - row["y"]) ** 2
 
 
-def attention(p: Params, row: Params) -> Tensor:
+def attention(p, row):
     """Of two heads, some of whose keys a sample hides."""
     q, k, v = ((row["x"] @ p[name]).unflatten(-1, (2, -1)) for name in ("m", "n", "o"))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -130,14 +128,14 @@ LAYER = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True).d
 NAMED = {f"layer.{name}": x.detach() for name, x in LAYER.named_parameters()}
 
 
-def module(p: Params, row: Params) -> Tensor:
+def module(p, row):
     """Of its attention torch shows no products."""
     mine = {name.removeprefix("layer."): p[name] for name in NAMED}
     h = torch.func.functional_call(LAYER, mine, (row["x"][None],))
     return (h.sin().sum() - row["y"]) ** 2
 
 
-ALL: dict[str, Loss] = {
+ALL = {
     f.__name__: f
     for f in (
         *(mlp, products, transposed, texts, tied, classified, recurrent),
@@ -146,11 +144,11 @@ ALL: dict[str, Loss] = {
 }
 
 
-def params_of(seed: int) -> Params:
+def params_of(seed):
     """One tree for all losses: what one does not use has gradient zero."""
     random = generator(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(shape, generator=random, dtype=torch.float64) * 0.7
 
     params = {name: normal(WIDTH, WIDTH) for name in ("m", "n", "o")}
@@ -165,7 +163,7 @@ def params_of(seed: int) -> Params:
     return params | NAMED | {"flat": normal(20), "s": normal(), "unused": normal(30, 40)}
 
 
-def batch_of(seed: int, rows: int, times: int) -> dict[str, Tensor]:
+def batch_of(seed, rows, times):
     random = generator(seed)
     return {
         "x": torch.randn(rows, times, WIDTH, generator=random, dtype=torch.float64),
@@ -175,36 +173,27 @@ def batch_of(seed: int, rows: int, times: int) -> dict[str, Tensor]:
     }
 
 
-class Clipped(NamedTuple):
-    sums: Params
-    norms: Any
-    near: Params
+Clipped = namedtuple("Clipped", "sums, norms, near")
 
 
-def looped(loss: Loss, params: Params, rows: list[Any], max_norm: Any) -> Clipped:
-    """The same, one sample after the other, as it is written; and how far off rounding may be."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in params.items()}
-    sums, near = (tree_map(torch.zeros_like, params) for _ in range(2))
-    norms: list[Any] = []
-    parts = max_norm if isinstance(max_norm, dict) else dict.fromkeys(params, max_norm)
-    for row in rows:
-        out = loss(leaves, row)
-        out = out.total if isinstance(out, pa.Weighted) else out
-        grads = torch.autograd.grad(out, [*leaves.values()], materialize_grads=True)
-        grads = dict(zip(leaves, grads, strict=True))
-        whole = torch.cat([g.flatten() for g in grads.values()]).norm()
-        of = {name: g.norm() if isinstance(max_norm, dict) else whole for name, g in grads.items()}
-        norms.append(of if isinstance(max_norm, dict) else whole)
-        for name, g in grads.items():
-            sums[name] += g * (parts[name] / (of[name] + 1e-6)).clamp(max=1.0)
-            near[name] += ROOT * whole
-    return Clipped(sums, tree_map(lambda *xs: torch.stack(xs), *norms), near)
+def clipped_by_hand(loss, params, rows, max_norm):
+    """The same of gradients that are written out; and how far off rounding may be."""
+    grads, apart = looped(loss, params, rows), isinstance(max_norm, dict)
+    of = {name: g.reshape(len(g), -1).norm(dim=1) for name, g in grads.items()}
+    whole = torch.stack([*of.values()]).norm(dim=0)
+
+    def clipped(name, g):
+        norm, most = (of[name], max_norm[name]) if apart else (whole, max_norm)
+        return torch.tensordot((most / (norm + 1e-6)).clamp(max=1.0), g, 1)
+
+    sums = {name: clipped(name, g) for name, g in grads.items()}
+    return Clipped(sums, of if apart else whole, ROOT * whole.sum())
 
 
-def check(got: Any, want: Clipped) -> None:
+def check(got, want):
     sums, norms = got
-    for name, near in want.near.items():
-        assert ((sums[name] - want.sums[name]).norm() <= near.max()).all(), name
+    for name, x in want.sums.items():
+        assert (sums[name] - x).norm() <= want.near, name
     pairs = (
         (norms[k] - want.norms[k] for k in norms)
         if isinstance(norms, dict)
@@ -216,7 +205,7 @@ def check(got: Any, want: Clipped) -> None:
     assert all((off.abs() <= ROOT * whole).all() for off in pairs)
 
 
-def short(loss: Any) -> bool:
+def short(loss):
     """Whether the gradients of a loss came from its layers."""
     return not known_of(loss).unseen
 
@@ -236,20 +225,20 @@ def test_clipped_sums_of_layers_are_those_of_a_loop(
     name, seed, rows, times, size, by, batched, weighted
 ):
     params, batch = params_of(seed), batch_of(seed, rows, times)
-    max_norm: Any = 2.0 if by == "number" else {k: 0.2 + i / 7 for i, k in enumerate(params)}
+    max_norm = 2.0 if by == "number" else {k: 0.2 + i / 7 for i, k in enumerate(params)}
 
-    def loss(params: Params, row: Any) -> Any:
+    def loss(params, row):
         row = tree_map(lambda x: x[0], row) if batched else row
         out = ALL[name](params, row)
         return pa.Weighted(out * row["mask"], row["mask"]) if weighted else out
 
-    def total(params: Params, row: Any) -> Any:
+    def total(params, row):
         return ALL[name](params, row) * (row["mask"] if weighted else 1.0)
 
     clipped = pa.clipped_sum(loss, max_norm, chunk_size=size, keep_batch_dim=batched)
     got = clipped(params, batch)
     each = [tree_map(lambda x: x[0], row) for row in pieces(batch, [1] * rows)]
-    check(got, looped(total, params, each, max_norm))
+    check(got, clipped_by_hand(total, params, each, max_norm))
     assert short(loss) == (name != "module")
 
 
@@ -290,13 +279,13 @@ def test_norms_are_exact_where_what_positions_add_cancels(dtype, seed):
     times, wide = 8, 64
     random = generator(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(shape, generator=random, dtype=dtype)
 
     weight, x, v, c = normal(wide, wide), normal(wide), normal(wide), normal(times)
     c[-1] = -c[:-1].sum() * (1 - 1e-4)
 
-    def loss(w: Tensor, c: Tensor) -> Tensor:
+    def loss(w, c):
         return (F.linear(x.expand(times, wide) * c[:, None].sign(), w) @ v * c.abs()).sum()
 
     _, norms = pa.clipped_sum(loss, 1.0)(weight, c[None])
@@ -323,7 +312,7 @@ def test_what_is_looked_up_often_has_the_norm_of_its_sum(seed):
     tokens = torch.randint(3, (5, 40), generator=random)
     by = torch.randint(-3, 4, (5, 40), generator=random).double()
 
-    def loss(table: Tensor, tokens: Tensor, by: Tensor) -> Tensor:
+    def loss(table, tokens, by):
         return (F.embedding(tokens, table, padding_idx=-1).sum(-1) * by).sum()
 
     sums, norms = pa.clipped_sum(loss, 1e9, batch_argnums=(1, 2))(table, tokens, by)
@@ -339,13 +328,13 @@ def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
     params = {name: x.detach().double() for name, x in net.named_parameters()}
     x = torch.randn(1, 6).double()
 
-    def loss(p: Params, x: Tensor) -> Tensor:
+    def loss(p, x):
         return torch.func.functional_call(net, p, (x,)).square().sum()
 
-    def odd(p: Params, x: Tensor) -> Tensor:
+    def odd(p, x):
         return loss(p, x) * torch.func.grad(lambda p: loss(p, x))(p)["0.bias"].square().sum()
 
-    def attending(p: Params, x: Tensor) -> Tensor:
+    def attending(p, x):
         h = F.dropout(x * p["0.weight"][:4], 0.5)
         return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5).square().sum()
 
@@ -363,11 +352,11 @@ def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
     assert not short(attending)
 
 
-def test_leaves_of_different_dtypes_have_sums_of_their_own() -> None:
+def test_leaves_of_different_dtypes_have_sums_of_their_own():
     params = {"w": torch.randn(4, 4).double(), "v": torch.randn(4, 4), "unused": torch.randn(3)}
     x = torch.randn(5, 4)
 
-    def loss(p: Params, x: Tensor) -> Tensor:
+    def loss(p, x):
         return F.linear(F.linear(x, p["v"]).double(), p["w"]).square().sum()
 
     for max_norm in (2.0, {"w": 1.0, "v": 1.0, "unused": 1.0}):
@@ -385,10 +374,10 @@ class Other(Tensor):
     """A tensor that has its own way with operations."""
 
 
-def test_a_leaf_of_another_class_goes_another_way() -> None:
+def test_a_leaf_of_another_class_goes_another_way():
     params, x = {"w": torch.randn(4, 4).as_subclass(Other)}, torch.randn(5, 4)
 
-    def loss(p: Params, x: Tensor) -> Tensor:
+    def loss(p, x):
         return F.linear(x, p["w"]).as_subclass(Tensor).square().sum()
 
     sums, norms = pa.clipped_sum(loss, 2.0)(params, x)
@@ -399,11 +388,11 @@ def test_a_leaf_of_another_class_goes_another_way() -> None:
     assert not short(loss)
 
 
-def padded(p: Params, x: Tensor) -> Tensor:
+def padded(p, x):
     return F.embedding(x, p["narrow"], padding_idx=0).double().sin().sum()
 
 
-def strided(p: Params, x: Tensor) -> Tensor:
+def strided(p, x):
     return (p["w"].as_strided((3, 2), (1, 2)) * x[0]).sin().sum()
 
 
@@ -419,12 +408,12 @@ def test_what_vmap_does_wrong_with_copies_goes_another_way(loss):
     assert ((got[1] - want[1]).abs() <= 2.0**-20 * want[1]).all()
 
 
-def test_complex_leaves_go_along_by_copies() -> None:
+def test_complex_leaves_go_along_by_copies():
     params = {"w": torch.randn(4, 40).double(), "z": torch.randn(4).cdouble()}
     params |= {"unused": torch.randn(3).cdouble(), "half": torch.randn(4).half()}
     x = torch.randn(5, 40).double()
 
-    def loss(p: Params, x: Tensor) -> Tensor:
+    def loss(p, x):
         h = F.linear(x, p["w"])
         return (h * p["z"]).sum().abs() ** 2 + (h * p["half"].double()).sum()
 
@@ -437,14 +426,14 @@ def test_complex_leaves_go_along_by_copies() -> None:
     assert short(loss)
 
 
-def test_cross_entropy_is_taken_of_all_samples_at_once() -> None:
+def test_cross_entropy_is_taken_of_all_samples_at_once():
     """Under vmap torch would gather from logarithms, by operations of its decomposition."""
     x, y = torch.randn(4, 3, WIDTH), torch.randint(WIDTH, (4, 3))
 
-    def loss(w: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(w, batch):
         return F.cross_entropy(batch[0] @ w, batch[1])
 
-    names: list[str] = []
+    names = []
     with seeing(before=lambda operation, *_: names.append(str(operation))):  # one of ours
         pa.clipped_sum(loss, 1.0)(torch.eye(WIDTH), (x, y))
     assert names.count("aten.nll_loss_forward.default") == 1
@@ -452,15 +441,15 @@ def test_cross_entropy_is_taken_of_all_samples_at_once() -> None:
 
 
 class Doubled(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out * 2 if func is F.linear else out
 
 
-def test_what_a_mode_makes_of_a_layer_counts() -> None:
+def test_what_a_mode_makes_of_a_layer_counts():
     w, x = integers(generator(0), 3, 4, bound=3).double(), integers(generator(1), 5, 4, bound=3)
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return F.linear(x, w).square().sum()
 
     with Doubled():
@@ -469,8 +458,8 @@ def test_what_a_mode_makes_of_a_layer_counts() -> None:
     assert torch.equal(got, want)
 
 
-def test_targets_that_do_not_fit_are_refused_in_the_words_of_torch() -> None:
-    def loss(w: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+def test_targets_that_do_not_fit_are_refused_in_the_words_of_torch():
+    def loss(w, batch):
         return F.cross_entropy(batch[0] @ w, batch[1])
 
     x = torch.randn(4, 3, WIDTH)

@@ -10,13 +10,10 @@ are below M N + M + N + 3 + T T' + T N + T', times the sum over pairs of <|a|, |
 Which factor is called a is open, and so M and N may change places.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._samples.outer_products import Outer, inner_products
@@ -25,40 +22,30 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.networks import NETWORKS, batch_of, params_of
 from tests.rounding import UNIT, gamma
+from tests.samples.problems import chunks, engines, looped
 
 
 pytestmark = pytest.mark.bounds
-ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
-chunks = st.none() | st.integers(1, 8)
 
 
-def outputs(network: str) -> Any:
+def outputs(network):
     return lambda p, x: NETWORKS[network](p, x[None])[0]
 
 
-def looped(func: Any, params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Each output's gradient by torch.autograd: (samples, outputs, all numbers of params)."""
-    leaves = [p.clone().requires_grad_() for p in params.values()]
-    given = dict(zip(params, leaves, strict=True))
-
-    def gradient(out: Tensor) -> Tensor:
-        found = torch.autograd.grad(out, leaves, retain_graph=True, materialize_grads=True)
-        return torch.cat([g.flatten() for g in found])
-
-    return torch.stack([torch.stack([*map(gradient, func(given, row))]) for row in x])
+def rows_of_jacobians(func, params, x):
+    """(samples, outputs, all numbers of params)."""
+    return torch.cat([j.flatten(2) for j in looped(func, params, x).values()], 2)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@ENGINES
+@engines
 @examples(1 / 5)
 @given(seeds(), chunks)
-def test_products_of_networks_gradients_are_those_of_a_loop(
-    network: str, engine: Any, seed: int, size: int | None
-) -> None:
+def test_products_of_networks_gradients_are_those_of_a_loop(network, engine, seed, size):
     params, func = params_of(seed, torch.float64), outputs(network)
     x, other = (batch_of(seed + i, torch.float64, 5 - i)["x"] for i in range(2))
-    j, k = looped(func, params, x), looped(func, params, other)
+    j, k = (rows_of_jacobians(func, params, rows) for rows in (x, other))
     bound = UNIT[torch.float64] ** 0.5 * torch.einsum("na,mb->nmab", j.norm(dim=2), k.norm(dim=2))
     want = torch.einsum("naf,mbf->nmab", j, k)
     of = pa.gramian(func, chunk_size=size, engine=engine)
@@ -80,35 +67,35 @@ def test_products_of_networks_gradients_are_those_of_a_loop(
     st.tuples(st.integers(1, 40), st.integers(1, 40)),
 )
 def test_products_of_outer_products_are_within_a_bound(
-    several: str | None,
-    table: bool,
-    dtype: torch.dtype,
-    seed: int,
-    mine: tuple[int, int],
-    theirs: tuple[int, int],
-    widths: tuple[int, int],
-) -> None:
+    several,
+    table,
+    dtype,
+    seed,
+    mine,
+    theirs,
+    widths,
+):
     """Samples and pairs of either side; factors of very different size."""
     random, (m, n) = generator(seed), widths
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         x = torch.randn(*shape, generator=random, dtype=torch.float64)
         return (x * 10.0 ** torch.randint(-2, 3, shape, generator=random)).to(dtype)
 
-    def outer(samples: int, pairs: int) -> Outer:
+    def outer(samples, pairs):
         k = [(3,) if several in (side, "both") else () for side in ("left", "right")]
         left = draw(*k[0], samples, pairs, m)
         if table:
             left = torch.randint(0, m, (samples, pairs), generator=random)
         return Outer(left, draw(*k[1], samples, pairs, n), torch.Size((m, n)))
 
-    def written_out(x: Outer, signed: bool) -> Tensor:  # (samples, pairs, numbers, all)
+    def written_out(x, signed):  # (samples, pairs, numbers, all)
         left = torch.nn.functional.one_hot(x.left, m) if table else x.left
         a, d = (it if it.dim() == 4 else it[None] for it in (left.double(), x.right.double()))
         products = (a.unsqueeze(-1) * d.unsqueeze(-2)).permute(1, 2, 0, 3, 4)
         return (products if signed else products.abs()).flatten(3)
 
-    def product(signed: bool) -> Tensor:
+    def product(signed):
         each = [written_out(it, signed).sum(1) for it in (x, y)]
         return each[0].flatten(0, 1) @ each[1].flatten(0, 1).T
 

@@ -18,11 +18,12 @@ from tests.draws import examples, generator
 from tests.dropped import is_dropped
 from tests.exactly import integers
 from tests.networks import NETWORKS, batch_of, params_of
+from tests.problems import function
+from tests.samples.problems import chunks, engines, jacobians
 
 
 pytestmark = pytest.mark.exact
-engines = pytest.mark.parametrize("engine", ["vmap", "autograd"])
-chunks, rows = st.none() | st.integers(1, 8), st.integers(1, 7)
+rows = st.integers(1, 7)
 
 
 def make(seed, count):
@@ -57,22 +58,13 @@ FUNCTIONS = {
 functions = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-def each_row(func, params, batch):
-    """The Jacobians of all rows by themselves, stacked."""
-    count = len(tree_leaves(batch)[0])
-    found = [
-        torch.func.jacrev(func)(params, tree_map(lambda x, i=i: x[i], batch)) for i in range(count)
-    ]
-    return tree_map(lambda *xs: torch.stack(xs), *found)
-
-
 @functions
 @engines
 @examples(1 / 4)
 @given(seeds(), rows, chunks)
 def test_jacobians_are_those_of_a_loop_over_the_rows(engine, name, seed, count, size):
     (params, batch), func = make(seed, count), FUNCTIONS[name]
-    want = each_row(func, params, batch)
+    want = jacobians(func, params, batch)
     got = assert_pure(pa.per_sample_grad(func, chunk_size=size, engine=engine), params, batch)
     assert_trees_bitwise_equal(got, want)
 
@@ -90,7 +82,7 @@ def test_jacobians_are_those_of_a_loop_over_the_rows(engine, name, seed, count, 
 def test_reduced_jacobians_have_the_bits_of_a_loop(engine, name, seed, count, size):
     """In float64, where the squares of these numbers are exact."""
     (params, batch), func = make(seed, count), FUNCTIONS[name]
-    each = tree_map(torch.Tensor.double, each_row(func, params, batch))
+    each = tree_map(torch.Tensor.double, jacobians(func, params, batch))
     summed = tree_map(lambda x: x.sum(0), each)
     norms = torch.stack([x.flatten(1).norm(dim=1) for x in tree_leaves(each)]).norm(dim=0)
 
@@ -165,28 +157,19 @@ def test_without_chunks_it_is_torch_func_untouched(network):
     assert_trees_bitwise_equal(pa.per_sample_grad(outputs)(params, batch["x"]), want)
 
 
-class Seen(torch.autograd.Function):
-    """The identity, which counts the passes that go back through it."""
+PASSES = []  # back through it
 
-    generate_vmap_rule = False
-    passes = 0
 
-    @staticmethod
-    def forward(x):
-        return x.clone()
+def went_back(g, x):
+    PASSES.append(None)
+    return g
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
 
-    @staticmethod
-    def backward(ctx, cotangent):
-        Seen.passes += 1
-        return cotangent
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return Seen.apply(x), in_dims[0]
+Seen = function(
+    torch.clone,
+    went_back,
+    vmap=staticmethod(lambda info, in_dims, x: (Seen.apply(x), in_dims[0])),
+)
 
 
 @pytest.mark.parametrize("size", [None, 2, 1])
@@ -198,10 +181,10 @@ def test_a_chunk_is_one_pass_forwards_and_one_pass_back(size):
             calls.append(None)
         return Seen.apply(vector(p, row))
 
-    Seen.passes = 0
+    PASSES.clear()
     got = pa.per_sample_grad(func, chunk_size=size)(params, batch)
-    assert (len(calls), Seen.passes) == (-(-5 // (size or 5)),) * 2
-    assert_trees_bitwise_equal(got, each_row(vector, params, batch))
+    assert (len(calls), len(PASSES)) == (-(-5 // (size or 5)),) * 2
+    assert_trees_bitwise_equal(got, jacobians(vector, params, batch))
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from optree import tree_map
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._base.torch_internals.functorch import over_rows
 from pureaccum._core.writes import known_of
+from pureaccum._samples.layer_rules import rule_of
 from pureaccum._samples.layers import Layers
 from pureaccum._samples.outer_products import (
     Outer,
@@ -27,40 +27,41 @@ from pureaccum._samples.outer_products import (
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
+from tests.problems import function
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("samples")]
 WIDTH = 3
 
 
-def whole(seed: int, *shape: int, most: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+def whole(seed, *shape, most=3, dtype=torch.float32):
     return torch.randint(-most, most + 1, shape, generator=generator(seed)).to(dtype)
 
 
-def params_of(seed: int) -> list[Tensor]:
+def params_of(seed):
     shapes = (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (7, WIDTH), (WIDTH, 1, 2), (), (50, 60), (1,)
     return [whole(seed + i, *shape) for i, shape in enumerate(shapes)]
 
 
 # Of (t, WIDTH) numbers and (t,) words, to WIDTH numbers.
-def linear(p: Any, x: Tensor, words: Tensor) -> Tensor:
+def linear(p, x, words):
     return F.linear(F.linear(x, p[0], p[2]), p[1], p[7]).sum(0)
 
 
-def product(p: Any, x: Tensor, words: Tensor) -> Tensor:
+def product(p, x, words):
     return (p[1] @ (x @ p[0] + p[2]).mT).sum(1)
 
 
-def table(p: Any, x: Tensor, words: Tensor) -> Tensor:
+def table(p, x, words):
     h = F.embedding(words, p[3], padding_idx=2) + p[0].T[words % WIDTH]
     return (h @ p[0].T).sum(0) * p[5]
 
 
-def twice(p: Any, x: Tensor, words: Tensor) -> Tensor:
+def twice(p, x, words):
     return (F.linear(x, p[0]) @ p[0] + p[3][words]).sum(0) @ p[3][1:4].T + p[0][1]
 
 
-def convolved(p: Any, x: Tensor, words: Tensor) -> Tensor:
+def convolved(p, x, words):
     x = torch.cat([x, x]).mT
     h = F.conv1d(x, p[4], p[2] * 2, groups=3, padding=1)
     two = F.conv1d(input=torch.stack([h, 2 * h]), weight=p[4], bias=p[2], groups=3, stride=2)
@@ -70,16 +71,14 @@ def convolved(p: Any, x: Tensor, words: Tensor) -> Tensor:
 FUNCTIONS = [linear, product, table, twice, convolved]
 
 
-def parts_of(
-    func: Any, leaves: list[Tensor], rows: list[Tensor], cotangents: Tensor | None = None
-) -> list[Any]:
-    layers, seen = Layers(leaves, len(rows[0]), torch.float32), dict[int, Any]()
+def parts_of(func, leaves, rows, cotangents=None):
+    layers, seen = Layers(leaves, len(rows[0]), torch.float32, rule_of), dict[int, Any]()
 
-    def one(*row: Tensor) -> list[Tensor]:
+    def one(*row):
         with layers:
             return [func(layers.given, *row)]
 
-    def see(i: int, part: Any) -> None:
+    def see(i, part):
         assert i not in seen
         seen[i] = part
 
@@ -89,7 +88,7 @@ def parts_of(
     return [seen[i] for i in range(len(leaves))]
 
 
-def gradients_of(part: Any) -> Tensor:
+def gradients_of(part):
     return written_out(part) if isinstance(part, Outer) else part
 
 
@@ -142,25 +141,11 @@ def test_norms_and_sums_of_outer_products_are_those_of_what_they_stand_for(
     assert torch.equal(got.view(4, 5), torch.tensordot(factor, each, 1))
 
 
-class Doubled(torch.autograd.Function):
-    """A custom Function, which is seen as torch functions are."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
-        return 2 * d
+# A custom Function, which is seen as torch functions are.
+Doubled = function(lambda x: 2 * x, lambda g, x: 2 * g, generate_vmap_rule=True)
 
 
-UNSEEN: dict[str, Any] = {
+UNSEEN = {
     "custom Function": lambda p, x: (x @ Doubled.apply(p["w"])).sum(),
     "and a layer": lambda p, x: (x @ p["w"]).sum() * 2 + (x @ Doubled.apply(p["w"])).sum(),
     "gradient": lambda p, x: torch.func.grad(lambda w: (x @ w).square().sum())(p["w"]).sum(),
@@ -179,7 +164,7 @@ UNSEEN: dict[str, Any] = {
 }
 
 
-def hooked(p: Any, x: Tensor) -> Tensor:
+def hooked(p, x):
     """It asks whether there will be a gradient, which vmap's wrapper denies."""
     h = x @ p["w"]
     if h.requires_grad:
@@ -190,7 +175,7 @@ def hooked(p: Any, x: Tensor) -> Tensor:
 SEEN = "custom Function", "and a layer", "no matrix"  # the small matrix is copied
 
 
-def caught(p: Any, x: Tensor) -> Tensor:
+def caught(p, x):
     try:
         return torch.vmap(lambda x: x @ p["w"])(x[None]).sum()
     except RuntimeError:
@@ -208,7 +193,7 @@ def test_a_use_that_cannot_be_followed_is_found_and_never_a_wrong_number(name):
     norms = tree_map(lambda *g: torch.stack(g), *each)
     norms = sum(g.flatten(1).square().sum(1) for g in norms.values()).sqrt()
 
-    def mine(p: Any, row: Any) -> Tensor:
+    def mine(p, row):
         return loss(p, row)
 
     for _ in range(2):

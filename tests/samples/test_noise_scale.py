@@ -7,20 +7,19 @@ find a fault in. Where only a power of two or a term of zero lies between, bits 
 """
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.func import vmap
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, histories, pieces, seeds
 from tests.draws import examples, generator
-from tests.outer import U64, Problem, make, total, weight
+from tests.outer import U64, make, total, weight
+from tests.problems import in_parts
 from tests.refusals import refused
 from tests.rounding import UNIT, gamma
 
@@ -33,7 +32,7 @@ masks = st.sampled_from([[1, 1, 1, 1], [1, 0, 0, 1], [1, 1, 0, 1]])
 problems = st.builds(make, kinds, policies, seeds(), st.integers(2, 8), st.just(2))
 
 
-def gradients(problem: Problem, parts: list[Any]) -> list[Tensor]:
+def gradients(problem, parts):
     """Mean gradients, a row for each part: of both leaves together, then of each."""
     seen = [torch.func.grad(total)(problem.params, part) for part in parts]
     by = torch.stack([weight(part) for part in parts])[:, None]
@@ -41,7 +40,7 @@ def gradients(problem: Problem, parts: list[Any]) -> list[Tensor]:
     return [torch.cat([b, w], 1), b, w]
 
 
-def check(seen: Any, problem: Problem, parts: list[Any]) -> None:
+def check(seen, problem, parts):
     """All fields, of all leaves and of each, and that leaves add up to all."""
     alone = pa.noise_scale(seen, like=problem.params)
     assert list(alone) == ["params['b']", "params['w']"]
@@ -71,17 +70,8 @@ def check(seen: Any, problem: Problem, parts: list[Any]) -> None:
     assert got[0][1:3] == (got[1].signal + got[2].signal, got[1].noise + got[2].noise)
 
 
-def folded(acc: Any, params: Any, parts: Any, donate: bool = False) -> Any:
-    state = acc.init(params)
-    for part in parts:
-        state = acc.update(state, params, part, donate=donate)
-    return state
-
-
 @given(problems, st.data(), engines, st.booleans())
-def test_any_history_has_the_moments_of_its_microbatches(
-    problem: Problem, data: Any, engine: Any, donate: bool
-) -> None:
+def test_any_history_has_the_moments_of_its_microbatches(problem, data, engine, donate):
     """Ragged ones, empty ones, without weight, in any order, in states merged along any tree."""
     history = data.draw(histories(len(problem.batch["x"])))
     acc = pa.accumulator(problem.loss, nonfinite=problem.nonfinite, engine=engine, squares=True)
@@ -91,23 +81,19 @@ def test_any_history_has_the_moments_of_its_microbatches(
 
 @examples(1 / 2)
 @given(problems, st.sampled_from([None, 1, 3]), st.integers(0, 2))
-def test_samples_are_taken_as_microbatches_of_one_row(
-    problem: Problem, chunk: Any, cut: int
-) -> None:
+def test_samples_are_taken_as_microbatches_of_one_row(problem, chunk, cut):
     loss, params, batch, rows = problem.loss, problem.params, problem.batch, len(problem.batch["x"])
     knobs = {"keep_batch_dim": True, "chunk_size": chunk}
     acc = pa.per_sample_accumulator(loss, squares=True, **knobs)
     parts = pieces(batch, [1] * rows)
     check(pa.per_sample_grad(loss, reduce="moments", **knobs)(params, batch), problem, parts)
-    states = (folded(acc, params, [x]) for x in pieces(batch, [rows - cut, cut]))
+    states = (in_parts(acc, params, [x]) for x in pieces(batch, [rows - cut, cut]))
     check(acc.merge(*states), problem, parts)
 
 
 @examples(1 / 2)
 @given(seeds(), compositions(7), st.integers(0, 6), engines, st.booleans(), st.booleans())
-def test_what_is_left_out_adds_nothing(
-    seed: int, sizes: Any, bad: int, engine: Any, donate: bool, masked: bool
-) -> None:
+def test_what_is_left_out_adds_nothing(seed, sizes, bad, engine, donate, masked):
     """A poisoned microbatch that is skipped, and one without weight: bit for bit the others'."""
     problem = make("weighted", "propagate" if masked else "skip", seed, 7, 2)
     parts = pieces(problem.batch, sizes)
@@ -116,23 +102,23 @@ def test_what_is_left_out_adds_nothing(
     poisoned["mask"] += not masked
     acc = pa.accumulator(problem.loss, nonfinite=problem.nonfinite, engine=engine, squares=True)
     several = parts, [*parts[:bad], poisoned, *parts[bad:]]
-    want, got = (folded(acc, problem.params, some, donate) for some in several)
+    want, got = (in_parts(acc, problem.params, some, donate) for some in several)
     assert_trees_bitwise_equal(*([s.squares, s.weight, s.grads] for s in (got, want)))
     check(got, problem, parts)
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_a_leaf_that_is_added_by_a_hook_has_its_squares(engine: Any, nonfinite: Any) -> None:
+def test_a_leaf_that_is_added_by_a_hook_has_its_squares(engine, nonfinite):
     """A mebibyte; with ``skip``, in a copy of the sum. Gradient: the mean of x times a vector."""
     by, sizes, x = torch.arange(2.0**17).double().cos(), [1, 2, 2], torch.arange(5).double() ** 2
     params = {"big": torch.zeros_like(by), "small": torch.zeros(2).double()}
 
-    def loss(p: Any, x: Tensor) -> Tensor:
+    def loss(p, x):
         return (x * (p["big"] @ by + p["small"].sum())).mean()
 
     acc = pa.accumulator(loss, engine=engine, nonfinite=nonfinite, squares=True)
-    state = folded(acc, params, x.split(sizes), nonfinite == "propagate")
+    state = in_parts(acc, params, x.split(sizes), nonfinite == "propagate")
     means = torch.cat([y.mean().expand(len(y)) for y in x.split(sizes)])
     for z, square in zip(pa.noise_scale(state, params).values(), (by @ by, 2), strict=True):
         want = square * ((means - x.mean()) ** 2).sum() / 2
@@ -143,9 +129,7 @@ def test_a_leaf_that_is_added_by_a_hook_has_its_squares(engine: Any, nonfinite: 
 @given(problems, st.integers(1, 9), engines, st.integers(-20, 20))
 @example(make("weighted", "propagate", 0, 7, 2), 1, "func", 3)  # the fourth row has no weight
 @example(make("mean", "propagate", 0, 7, 2), 2, "autograd", 0)  # which could add by itself
-def test_a_step_gives_the_noise_of_its_microbatches(
-    problem: Problem, size: int, engine: Any, exponent: int
-) -> None:
+def test_a_step_gives_the_noise_of_its_microbatches(problem, size, engine, exponent):
     """Whole, as a stream, donated, under vmap; and no bit of it depends on the loss scale."""
     rule = {"microbatch_size": size, "nonfinite": problem.nonfinite, "engine": engine}
     step = pa.make_step(problem.loss, pa.sgd(0.1), noise=True, **rule)
@@ -167,7 +151,7 @@ def test_a_step_gives_the_noise_of_its_microbatches(
             check(seen, problem, list(pa.microbatches(batch, size)))
 
 
-def quadratic(w: Tensor, batch: Any) -> Any:
+def quadratic(w, batch):
     """The gradient of a row x is ``w - x``."""
     x, mask = batch
     return pa.Weighted((mask * ((w - x) ** 2).sum(-1)).sum() / 2, mask.sum())
@@ -176,14 +160,14 @@ def quadratic(w: Tensor, batch: Any) -> Any:
 QUADRATIC = pa.accumulator(quadratic, squares=True)
 
 
-def cut_up(w: Tensor, x: Tensor, sizes: list[int], mask: Any = None) -> Any:
+def cut_up(w, x, sizes, mask=None):
     mask = torch.ones(len(x)).double() if mask is None else torch.tensor(mask).double()
-    return folded(QUADRATIC, w, zip(x.split(sizes), mask.split(sizes), strict=True))
+    return in_parts(QUADRATIC, w, zip(x.split(sizes), mask.split(sizes), strict=True))
 
 
 @examples(1 / 2)
 @given(seeds(), st.sampled_from([[1, 3], [1, 1, 2], [2, 2], [1, 1, 1, 1]]), masks)
-def test_the_mean_over_all_batches_is_the_truth(seed: int, sizes: Any, mask: Any) -> None:
+def test_the_mean_over_all_batches_is_the_truth(seed, sizes, mask):
     """All 81 batches of four of three points, equally likely, cut raggedly.
 
     A batch's estimate is off by less than 64 roundings, the mean of 81 by as many more.
@@ -199,7 +183,7 @@ def test_the_mean_over_all_batches_is_the_truth(seed: int, sizes: Any, mask: Any
     assert max((x - truth @ truth).abs() for x in (z.signal.mean(), naive)) <= slack
 
 
-def followed(mu: Tensor, decay: float, batches: int, runs: int) -> Any:
+def followed(mu, decay, batches, runs):
     """Runs of batches of 8 rows, of covariance R diag(1, 1/4, 4) R^T."""
     g, spread = generator(1), torch.tensor([1.0, 0.5, 2.0]).double()
     turn = torch.linalg.qr(torch.randn(3, 3, generator=g, dtype=torch.float64))[0]
@@ -212,7 +196,7 @@ def followed(mu: Tensor, decay: float, batches: int, runs: int) -> Any:
 
 
 @pytest.mark.parametrize(("decay", "batches"), [(0.99, 10), (0.99, 40), (0.9, 40)])
-def test_the_interval_holds_the_truth_in_95_of_100_runs(decay: float, batches: int) -> None:
+def test_the_interval_holds_the_truth_in_95_of_100_runs(decay, batches):
     """Give or take four standard deviations of a binomial count, 1 % of 8000 runs, 2 % of 2000.
 
     A decay of 0.9 keeps some 19 batches, cautiously taken for Student's degrees of freedom: 1 %
@@ -230,14 +214,14 @@ W = torch.zeros(2).double()
 decays = pytest.mark.parametrize("decay", [0.0, 0.1, 0.9, 0.99])
 
 
-def some_states(seed: int, count: int) -> list[Any]:
+def some_states(seed, count):
     x = torch.randn(count, 6, 2, generator=generator(seed), dtype=torch.float64) + 1
     return [cut_up(W, batch, [1, 2, 3]) for batch in x]
 
 
 @examples(1 / 2)
 @given(seeds(), st.floats(0, 0.999), st.integers(1, 9))
-def test_averages_are_corrected_for_their_beginning(seed: int, decay: float, n: int) -> None:
+def test_averages_are_corrected_for_their_beginning(seed, decay, n):
     running, states = pa.running_noise_scale(decay), some_states(seed, n)
     averages, last = running.init(W), (latest := pa.running_noise_scale(0)).init(W)
     for state in states:
@@ -252,7 +236,7 @@ def test_averages_are_corrected_for_their_beginning(seed: int, decay: float, n: 
 
 
 @decays
-def test_one_batch_has_no_interval(decay: float) -> None:
+def test_one_batch_has_no_interval(decay):
     """What rounding leaves of a variance of zero tells nothing."""
     running = pa.running_noise_scale(decay)
     states = pa.stack(some_states(0, 64))
@@ -261,7 +245,7 @@ def test_one_batch_has_no_interval(decay: float) -> None:
 
 
 @decays
-def test_what_says_nothing_is_left_out(decay: float) -> None:
+def test_what_says_nothing_is_left_out(decay):
     """One microbatch, or a batch that is not finite; before all others, and after them."""
     running, (good, other) = pa.running_noise_scale(decay), some_states(0, 2)
     one, nan = (cut_up(W, torch.full((1, 2), x).double(), [1]) for x in (1.0, torch.nan))
@@ -274,7 +258,7 @@ def test_what_says_nothing_is_left_out(decay: float) -> None:
 
 @pytest.mark.parametrize("size", [None, 2, "auto"])
 @pytest.mark.parametrize("form", ["step", "vmap", "grad"])
-def test_a_batch_of_no_rows_is_a_step_not_applied(size: Any, form: str) -> None:
+def test_a_batch_of_no_rows_is_a_step_not_applied(size, form):
     """As it is without noise; its noise is not known."""
     step = pa.make_step(
         lambda w, x: (x @ w).square().mean(), pa.sgd(0.5), microbatch_size=size, noise=True
@@ -294,10 +278,10 @@ def test_a_batch_of_no_rows_is_a_step_not_applied(size: Any, form: str) -> None:
             assert torch.equal(moved(w), torch.ones(2))
 
 
-def test_states_that_did_not_sum_squares_are_refused() -> None:
+def test_states_that_did_not_sum_squares_are_refused():
     x = torch.ones(3, 2).double(), torch.ones(3).double()
     plain = pa.accumulator(quadratic)
-    state, squared = folded(plain, W, [x]), folded(QUADRATIC, W, [x])
+    state, squared = in_parts(plain, W, [x]), in_parts(QUADRATIC, W, [x])
     for acc, wrong in ((plain, squared), (QUADRATIC, state)):
         for args in ((wrong, W, x), (wrong, acc.init(W)), (acc.init(W), wrong)):
             with refused(ValueError, "squares=True", "squares=False", given=args):
@@ -307,13 +291,13 @@ def test_states_that_did_not_sum_squares_are_refused() -> None:
             pa.noise_scale(wrong)
 
 
-def test_what_has_no_noise_of_its_own_is_refused() -> None:
+def test_what_has_no_noise_of_its_own_is_refused():
     acc = pa.accumulator(lambda w, x: (w * x).sum(), reduction="sum", squares=True)
     with refused(ValueError, "squares=True", "noise=True", "reduction='sum'", "Weighted"):
         acc.update(acc.init(W), W, torch.ones(3, 2))
 
 
-def test_other_params_and_bad_decays_are_refused() -> None:
+def test_other_params_and_bad_decays_are_refused():
     running, (seen,) = pa.running_noise_scale(0.9), some_states(0, 1)
     with refused(ValueError, "1 leaves", "2", "init"):
         running.update(running.init([W, W]), seen)
@@ -323,19 +307,19 @@ def test_other_params_and_bad_decays_are_refused() -> None:
     for decay in (1, 1.5, -0.1, "0.9", None, torch.nan):
         error = ValueError if isinstance(decay, int | float) else TypeError
         with refused(error, "decay", repr(decay)):
-            pa.running_noise_scale(decay)  # type: ignore[arg-type]
+            pa.running_noise_scale(decay)
 
 
 @pytest.mark.parametrize("kind", ["mean", "weighted"])
 @pytest.mark.parametrize("scale", [None, 8.0])
-def test_a_step_and_its_window_say_the_same_of_a_batch(kind: str, scale: float | None) -> None:
+def test_a_step_and_its_window_say_the_same_of_a_batch(kind, scale):
     """Cut or in one piece, which says nothing of noise: all fields, weights in rows or as given."""
     problem = make(kind, "propagate", 0, 6, 2)
-    knobs: Any = {"noise": True, "loss_scale": scale and pa.static_loss_scale(scale)}
+    knobs = {"noise": True, "loss_scale": scale and pa.static_loss_scale(scale)}
     for size in (None, 8, 6, 4, 1, [5, 1], [6]):
         step = pa.make_step(problem.loss, pa.sgd(0.5), microbatch_size=size, **knobs)
         state = step.init(problem.params)
-        cut: Any = 6 if size is None else size
+        cut = 6 if size is None else size
         whole = step(state, problem.batch)[1]
         window = step.window(state, list(pa.microbatches(problem.batch, cut)))[1]
         for came, want in zip(whole.noise, window.noise, strict=True):

@@ -4,14 +4,12 @@ Its hooks take other kernels to the same terms. How far apart a network's two gr
 the square root of the unit, of the norms of what is added, in float32 and in float64.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 
@@ -25,10 +23,9 @@ pytestmark = [
 ROWS = 9
 ROOT_OF_UNIT = {torch.float32: 2.0**-12, torch.float64: 2.0**-26.5}
 DTYPES = pytest.mark.parametrize("dtype", ROOT_OF_UNIT, ids=["float32", "float64"])
-KNOBS: dict[str, Any] = {"batch_argnums": (1, 2), "keep_batch_dim": True}
-Params = dict[str, Tensor]
+KNOBS = {"batch_argnums": (1, 2), "keep_batch_dim": True}
 
-NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+NETWORKS = {
     "mlp": (
         lambda: [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3)],
         (6,),
@@ -47,7 +44,7 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 }
 
 
-def setup(name: str, dtype: torch.dtype) -> tuple[nn.Module, Params, tuple[Tensor, Tensor], Any]:
+def setup(name, dtype):
     """A network that the loss does not use, since Opacus leaves its hooks on it; and the loss."""
     build, shape = NETWORKS[name]
     torch.manual_seed(3)
@@ -56,7 +53,7 @@ def setup(name: str, dtype: torch.dtype) -> tuple[nn.Module, Params, tuple[Tenso
     scale = 10.0 ** torch.arange(ROWS).remainder(3)[:, None]  # norms that are far apart
     y = (torch.randn(ROWS, 3) * scale).to(dtype)
 
-    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    def loss(params, x, y):
         return F.mse_loss(torch.func.functional_call(net, params, (x,)), y, reduction="sum")
 
     x = (x.abs() * 4).long() % 11 if "embedding" in name else x.to(dtype)
@@ -66,9 +63,7 @@ def setup(name: str, dtype: torch.dtype) -> tuple[nn.Module, Params, tuple[Tenso
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("engine", ["vmap", "autograd"])
 @DTYPES
-def test_norms_and_clipped_sums_are_those_of_opacus(
-    name: str, engine: Any, dtype: torch.dtype
-) -> None:
+def test_norms_and_clipped_sums_are_those_of_opacus(name, engine, dtype):
     from opacus import GradSampleModule
     from opacus.optimizers.optimizer import DPOptimizer
 
@@ -95,7 +90,7 @@ def test_norms_and_clipped_sums_are_those_of_opacus(
 
 @pytest.mark.parametrize("name", NETWORKS)
 @DTYPES
-def test_a_norm_for_each_leaf_is_that_of_opacus(name: str, dtype: torch.dtype) -> None:
+def test_a_norm_for_each_leaf_is_that_of_opacus(name, dtype):
     from opacus import GradSampleModule
     from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
 
@@ -120,7 +115,7 @@ def test_a_norm_for_each_leaf_is_that_of_opacus(name: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("name", NETWORKS)
 @DTYPES
-def test_ghost_norms_are_those_of_opacus(name: str, dtype: torch.dtype) -> None:
+def test_ghost_norms_are_those_of_opacus(name, dtype):
     """Of what goes into a layer and what comes back: a third way, without gradients of samples."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 

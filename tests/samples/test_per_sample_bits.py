@@ -18,6 +18,7 @@ from tests.draws import examples, few, generator
 from tests.dropped import is_dropped
 from tests.exactly import integers
 from tests.networks import NETWORKS, batch_of, loss_of, params_of
+from tests.samples.problems import engines
 
 
 # of embedding bags, which take vmap's slow path
@@ -26,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
     pytest.mark.promise("samples"),
 ]
-engines = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 models, chunks = few.flatmap(losses), st.none() | st.integers(1, 14)
 
 

@@ -28,11 +28,11 @@ from pureaccum.testing.strategies import pieces, seeds
 from tests.draws import examples
 from tests.networks import NETWORKS, ROWS, batch_of, params_of
 from tests.rounding import UNIT, gamma
+from tests.samples.problems import engines, looped
 
 
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("samples")]
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
-ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 
 
 def embedding(p, x):
@@ -53,17 +53,10 @@ def loss_of(network, weighted):
     return loss
 
 
-def looped(loss, params, batch):
+def in_float64(loss, params, batch):
     """Each sample's gradient by torch.autograd, in float64."""
-    params = {k: p.double().requires_grad_() for k, p in params.items()}
-
-    def grads(row):
-        out = loss(params, row)
-        out = out.total if isinstance(out, pa.Weighted) else out
-        return torch.autograd.grad(out, list(params.values()), materialize_grads=True)
-
-    rows = map(grads, pieces(tree_map(torch.Tensor.double, batch), [1] * ROWS))
-    return {k: torch.stack(gs) for k, gs in zip(params, zip(*rows, strict=True), strict=True)}
+    params, batch = tree_map(torch.Tensor.double, (params, batch))
+    return looped(loss, params, pieces(batch, [1] * ROWS))
 
 
 def norms_of(grads):
@@ -103,7 +96,7 @@ def expected(grads, weights, max_norm, dtype):
 
 
 @pytest.mark.parametrize("network", ALL)
-@ENGINES
+@engines
 @DTYPES
 @examples(1 / 5)
 @given(seeds(), st.booleans(), st.none() | st.integers(1, ROWS + 1))
@@ -115,7 +108,7 @@ def test_reduced_gradients_are_those_of_a_loop_over_the_samples(
     knobs = {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
 
     each = pa.per_sample_grad(loss, **knobs)(params, batch)
-    loop = looped(loss, params, batch)
+    loop = in_float64(loss, params, batch)
     norms = norms_of(loop)
     apart = norms_of({k: each[k].double() - loop[k] for k in loop})
     # where a residual cancels, one of float32 is far off by itself
@@ -144,7 +137,7 @@ def test_reduced_gradients_are_those_of_a_loop_over_the_samples(
 @DTYPES
 def test_wrong_reductions_lie_outside_of_the_bound(dtype):
     params, batch = params_of(0, dtype), batch_of(0, dtype)
-    grads = looped(loss_of("gelu_mlp", weighted=False), params, batch)
+    grads = in_float64(loss_of("gelu_mlp", weighted=False), params, batch)
     weights, norms = torch.ones(ROWS, dtype=torch.float64), norms_of(grads)
     max_norm = float(norms.median())
     want = expected(grads, weights, max_norm, dtype)

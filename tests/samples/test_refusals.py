@@ -2,43 +2,49 @@
 
 import re
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
 from tests.draws import generator
 from tests.refusals import PARAMS, Loss, Old, make_batch, refused, saying
+from tests.samples.problems import engines, looped
 
 
 pytestmark = pytest.mark.faults
 STATISTICS = "normalises with the statistics of a whole batch"
-ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
-BATCH = make_batch(5)
+BATCH, OTHER = make_batch(5), make_batch(3)
 
 
-def loss(params: Any, row: Any) -> Tensor:
+def loss(params, row):
     return (row["x"] @ params["w"] + params["b"]) ** 2
 
 
-def of_net(net: nn.Module) -> tuple[Any, dict[str, Tensor]]:
-    def loss(params: Any, x: Tensor) -> Tensor:
+def out(params, row):
+    return (row["x"] * params["w"] + params["b"]) ** 2
+
+
+def of_net(net):
+    def loss(params, x):
         out = torch.func.functional_call(net, params, (x,))
         return ((out[0] if isinstance(out, tuple) else out) ** 2).sum()
 
     return loss, {name: p.detach() for name, p in net.named_parameters()}
 
 
-def looped(loss: Any, params: Any, rows: Any) -> Any:
-    """By torch.autograd, one sample after the other."""
-    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
-    each = [torch.autograd.grad(loss(leaves, row), list(leaves.values())) for row in rows]
-    return {k: torch.stack(g) for k, g in zip(params, zip(*each, strict=True), strict=True)}
+def written_out(func):
+    def rows(batch):
+        jacobians = pa.per_sample_grad(func, engine="autograd")(PARAMS, batch)
+        return torch.cat([x.view(len(x), 2, -1) for x in jacobians.values()], -1)
 
+    return torch.einsum("naf,mbf->nmab", rows(BATCH), rows(OTHER))
+
+
+# What vmap refuses, or layers do not show ------------------------------------------------------
 
 REFUSED = {
     "old Function": lambda p, row: loss({k: Old.apply(x) for k, x in p.items()}, row),
@@ -47,6 +53,10 @@ REFUSED = {
     "if": lambda p, row: loss(p, row) if row["x"].sum() > 5 else p["b"] * p["w"].sum(),
     "tolist": lambda p, row: loss(p, row) * sum(row["x"].tolist()),
     "selection": lambda p, row: loss(p, row) * row["x"][row["x"] > 2].sum(),
+    "old Function of two": lambda p, row: out({k: Old.apply(x) for k, x in p.items()}, row),
+    "checkpoint of two": lambda p, row: checkpoint(out, p, row, use_reentrant=False),
+    "item of two": lambda p, row: out(p, row) * row["x"].sum().item(),
+    "selection of two": lambda p, row: out(p, row)[row["x"] > -1],
 }
 
 
@@ -60,6 +70,27 @@ def test_losses_that_vmap_refuses_run_by_the_other_engine(name):
     one_by_one = pa.per_sample_grad(REFUSED[name], chunk_size=3, engine="autograd")
     got = assert_pure(one_by_one, PARAMS, BATCH)
     assert_trees_bitwise_equal(got, looped(REFUSED[name], PARAMS, [{"x": x} for x in BATCH["x"]]))
+
+
+FOLLOWED_OTHERWISE = {
+    "a transform of a leaf": lambda p, row: torch.func.vmap(torch.square)(p["w"]) * row["x"],
+    "an old Function": REFUSED["old Function of two"],
+    "a checkpoint": REFUSED["checkpoint of two"],
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED_OTHERWISE)
+@pytest.mark.parametrize("size", [None, 2])
+def test_what_cannot_be_followed_is_written_out(name, size):
+    func, engines = FOLLOWED_OTHERWISE[name], ["autograd"]
+    if name == "a transform of a leaf":
+        engines.append("vmap")
+    else:
+        with refused(RuntimeError, "engine='autograd'", "torch said", given=(PARAMS, BATCH)):
+            pa.gramian(func, chunk_size=size)(PARAMS, BATCH, other=OTHER)
+    for engine in engines:
+        of = pa.gramian(func, chunk_size=size, engine=engine)
+        assert_trees_bitwise_equal(assert_pure(of, PARAMS, BATCH, other=OTHER), written_out(func))
 
 
 @pytest.mark.parametrize("cls", [nn.GRU, nn.RNN])
@@ -85,7 +116,7 @@ def test_batch_norm_in_training_mode_is_named(dims, buffers):
     net, x = NETS[dims].train(), INPUTS[dims]
     loss, params = of_net(net)
 
-    def call(params: Any, x: Tensor) -> Tensor:
+    def call(params, x):
         held = dict(net.named_buffers()) if buffers == "passed" else {}
         return loss(params | {name: b.clone() for name, b in held.items()}, x)
 
@@ -120,10 +151,28 @@ def test_dropout_asks_for_randomness():
         assert len(grads["0.bias"].ne(0).unique(dim=0)) == masks
 
 
-def test_a_write_to_what_is_captured_is_refused_and_not_done():
+def test_random_numbers_of_a_gramian_come_from_keys():
+    """A mask that is another one in each block belongs to no sample."""
+    net = nn.Dropout(0.5)
+    with refused(RuntimeError, "Dropout", "pa.dropout"):
+        pa.gramian(lambda p, row: net(out(p, row)))(PARAMS, BATCH)
+    keys = pa.split_key(pa.key(0), 5)
+
+    def masked(p, row, key):
+        return pa.dropout(out(p, row), 0.5, key)
+
+    whole, cut = (
+        pa.gramian(masked, batch_argnums=(1, 2), chunk_size=size)(PARAMS, BATCH, keys)
+        for size in (None, 2)
+    )
+    assert_trees_bitwise_equal(cut, whole)
+
+
+@pytest.mark.parametrize("of", [pa.per_sample_grad, pa.gramian])
+def test_a_write_to_what_is_captured_is_refused_and_not_done(of):
     seen = torch.zeros(2)
     with refused(RuntimeError, "writes to a tensor that is no argument", given=(seen, PARAMS)):
-        pa.per_sample_grad(lambda p, row: loss(p, row) + seen.add_(row["x"]).sum())(PARAMS, BATCH)
+        of(lambda p, row: out(p, row) + seen.add_(row["x"]))(PARAMS, BATCH)
 
 
 OWN = {
@@ -135,7 +184,7 @@ OWN = {
 }
 
 
-@ENGINES
+@engines
 @pytest.mark.parametrize("name", OWN)
 def test_an_error_of_the_loss_comes_out_as_it_is(name, engine):
     loss, params = OWN[name]
@@ -150,8 +199,57 @@ def test_an_error_of_the_loss_comes_out_as_it_is(name, engine):
     assert words[0][-5:] == words[1][-5:]
 
 
+def test_an_error_of_the_function_of_a_gramian_comes_out_as_it_is():
+    with saying(KeyError, "missing"):
+        pa.gramian(lambda p, row: p["missing"])(PARAMS, BATCH)
+
+
+# What has no gradients -------------------------------------------------------------------------
+
+NONE = {
+    "whole numbers": (lambda p, row: out(p, row).long(), TypeError, ("int64", "no gradient")),
+    "complex": (lambda p, row: out(p, row) * 1j, TypeError, ("complex64", "torch.view_as_real")),
+    "two": (lambda p, row: (out(p, row),) * 2, TypeError, ("tuple of 2", "torch.stack", "has_aux")),
+    "one": (lambda p, row: (out(p, row),), TypeError, ("the loss is a tuple", "torch.stack")),
+    "a dict": (lambda p, row: {"a": out(p, row)}, TypeError, ("a dict", "floating-point tensor")),
+    "nothing": (lambda p, row: None, TypeError, ("is None", "return statement")),
+    "Weighted": (
+        lambda p, row: pa.Weighted(out(p, row), 1.0),
+        ValueError,
+        ("total of Weighted has shape (2,)", "one number and its weight", "plain tensor"),
+    ),
+}
+
+
+@engines
+@pytest.mark.parametrize("name", NONE)
+@pytest.mark.parametrize("of", [pa.per_sample_grad, pa.gramian])
+def test_what_has_no_gradients_is_named(of, name, engine):
+    func, error, words = NONE[name]
+    other = {"other": OTHER} if of is pa.gramian else {}
+    with refused(error, *words, given=(PARAMS, BATCH)):
+        of(func, engine=engine)(PARAMS, BATCH, **other)
+
+
+@engines
+def test_a_stream_takes_one_number_a_sample(engine):
+    acc = pa.per_sample_accumulator(out, engine=engine)
+    state = acc.init(PARAMS)
+    with refused(ValueError, "the loss has shape (2,)", "0-d", given=(state, PARAMS, BATCH)):
+        acc.update(state, PARAMS, BATCH)
+    with refused(ValueError, "the loss has shape (2,)", "0-d"):
+        pa.grad(out)(PARAMS, {"x": BATCH["x"][0]})
+
+
+def test_a_transform_to_nothing_is_refused_where_it_would_be_reduced():
+    with refused(ValueError, "no leaves", "nothing to reduce"):
+        pa.per_sample_grad(out, reduce="sum", transform=lambda jacobian: ())(PARAMS, BATCH)
+
+
+# Arguments -------------------------------------------------------------------------------------
+
 FLOATS = {"n": 3.0}
-ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+ARGUMENTS = {
     "chunk_size": ({"chunk_size": 0}, ValueError, ("chunk_size is 0",)),
     "randomness": ({"randomness": "some"}, ValueError, ("randomness is 'some'", "'different'")),
     "engine": ({"engine": "func"}, ValueError, ("engine is 'func'", "'vmap' or 'autograd'")),
@@ -181,7 +279,29 @@ def test_bad_arguments_are_named(name, reduce):
         acc.update(acc.init(PARAMS), PARAMS, BATCH)
 
 
-NORMS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+OTHERS = {
+    "chunk_size": ({"chunk_size": 0}, OTHER, ValueError, ("chunk_size is 0",)),
+    "engine": ({"engine": "func"}, OTHER, ValueError, ("engine is 'func'", "'vmap'")),
+    "overlap": ({"batch_argnums": 0}, OTHER, ValueError, ("argument 0", "batch_argnums")),
+    "one for two": ({"batch_argnums": (1, 2)}, OTHER, ValueError, ("other is a dict", "tuple of")),
+    "one": ({"batch_argnums": (1,)}, OTHER, ValueError, ("other is a dict", "a tuple of 1")),
+    "a number": ({}, 3, ValueError, ("other holds no tensor", "rows")),
+    "a tensor": ({}, torch.ones(3, 2), ValueError, ("other has the structure", "same kind")),
+    "no rows": ({}, {"x": torch.tensor(1.0)}, ValueError, ("other['x'] is a 0-d tensor", "row")),
+    "rows": ({}, {"x": torch.ones(3, 2), "y": torch.ones(2)}, ValueError, ("other", "rows")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_bad_arguments_of_a_gramian_are_named_before_any_work(name):
+    knobs, other, error, words = OTHERS[name]
+    called = Loss(lambda p, row, more=None: out(p, row))
+    args = (PARAMS, BATCH, BATCH) if "tuple of" in words else (PARAMS, BATCH)
+    with refused(error, *words, given=(PARAMS, BATCH), loss=called):
+        pa.gramian(called, **knobs)(*args, other=other)
+
+
+NORMS = {
     "zero": (0.0, ValueError, ("max_norm is 0.0", "above zero")),
     "negative": ({"w": 1.0, "b": -1.0}, ValueError, ("max_norm['b'] is -1.0", "prefix of params")),
     "NaN": ({"w": float("nan"), "b": 1.0}, ValueError, ("max_norm['w'] is nan",)),
@@ -189,7 +309,7 @@ NORMS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "None": (None, TypeError, ("max_norm is None",)),
     "empty": ({}, TypeError, ("max_norm is {}",)),
 }
-TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
+TREES = {
     "missing": ({"w": 1.0}, ("no prefix of params", "extra key(s): ['b']")),
     "deeper": ({"w": {"v": 1.0}, "b": 1.0}, ("no prefix of params", "max_norm['w']")),
     "list": ([1.0, 1.0], ("no prefix of params", "list")),
@@ -203,7 +323,7 @@ def test_bad_norms_are_named(name):
         pa.clipped_sum(loss, norms)
 
 
-@ENGINES
+@engines
 @pytest.mark.parametrize("name", TREES)
 def test_norms_that_are_no_prefix_of_params_are_refused_before_any_work(name, engine):
     norms, words = TREES[name]
@@ -212,9 +332,11 @@ def test_norms_that_are_no_prefix_of_params_are_refused_before_any_work(name, en
         pa.clipped_sum(called, norms, engine=engine)(PARAMS, BATCH)
 
 
-@ENGINES
-def test_samples_of_a_batch_without_rows_have_gradient_zero(engine):
-    empty, called = make_batch(0), Loss(loss)
+@engines
+@pytest.mark.parametrize("func", [loss, out])
+def test_samples_of_a_batch_without_rows_have_gradient_zero(func, engine):
+    """Of several numbers a batch is taken for one of single numbers."""
+    empty, called = make_batch(0), Loss(func)
     zeros, none = ({k: p.new_zeros((*n, *p.shape)) for k, p in PARAMS.items()} for n in ((), (0,)))
     for reduce, want in (("sum", zeros), ("mean", zeros), ("concat", none)):
         got = pa.per_sample_grad(called, reduce=reduce, engine=engine)(PARAMS, empty)
@@ -224,9 +346,22 @@ def test_samples_of_a_batch_without_rows_have_gradient_zero(engine):
     for knobs in ({"has_aux": True}, {"metrics": lambda grad, value: value}):
         with refused(ValueError, "no rows", "need one row", loss=called):
             pa.per_sample_grad(called, engine=engine, **knobs)(PARAMS, empty)
+    assert called.calls == 0
 
 
-def started(**knobs: Any) -> tuple[Any, pa.AccumState]:
+@engines
+def test_a_batch_without_rows_has_products_with_none(engine):
+    called, none = Loss(out), make_batch(0)
+    of = pa.gramian(called, engine=engine)
+    for batch, other, shape in ((none, OTHER, (0, 3)), (BATCH, none, (5, 0)), (none, None, (0, 0))):
+        assert of(PARAMS, batch, other=other).shape == shape
+    assert called.calls == 0
+
+
+# States ----------------------------------------------------------------------------------------
+
+
+def started(**knobs):
     acc = pa.per_sample_accumulator(loss, chunk_size=2, **knobs)
     return acc, acc.update(acc.init(PARAMS), PARAMS, make_batch(3))
 
@@ -256,7 +391,7 @@ def test_states_of_another_kind_are_refused():
         mean[0].update((mean[1], None), PARAMS, BATCH)
 
 
-@ENGINES
+@engines
 @pytest.mark.parametrize("reduce", ["mean", "moments"])
 def test_donation_marks_the_old_state_and_otherwise_nothing_changes(reduce, engine):
     acc, state = started(reduce=reduce, squares=True, engine=engine)
@@ -284,7 +419,7 @@ def test_an_error_leaves_a_donated_state_whole_or_says_that_it_is_not(at):
 
 
 def test_a_state_of_ones_own_may_hold_numbers():
-    def count(state: Any, grads: Any, weight: Tensor) -> Any:
+    def count(state, grads, weight):
         return state | {"n": state["n"] + len(weight)}
 
     own = pa.Reducer(lambda like: {"k": 3, "n": 0}, count, max, lambda state: state)
