@@ -297,7 +297,7 @@ def test_a_network_and_its_memory():
     assert ours < theirs / 3
 
 
-WIDTH, SAMPLES = 512, 32
+WIDTH, SAMPLES = 256, 32
 
 
 def peak(of, samples=SAMPLES, others=0):
