@@ -2,14 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import pureaccum as pa
 from tests.draws import generator
 
 
 ROWS, WIDTH, LENGTH = 7, 4, 3
-Params = dict[str, Tensor]
 
 
 def gelu_mlp(p, x):

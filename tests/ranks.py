@@ -47,9 +47,6 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(IMPORTED)
 
 
-Outcomes = dict[str, list[str]]  # by the name of a case: what went wrong, a text a rank
-
-
 class End(NamedTuple):
     """How a rank ended: with what its function returned, or with what is to be said of it."""
 

@@ -10,7 +10,7 @@ adds nothing to it, so that what it launches beside may be below zero.)
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -129,9 +129,6 @@ ROWS = 2  # of a microbatch
 
 
 # Steps: each gives a function that makes one, of so many microbatches --------------------------
-
-
-Run = Callable[[], Any]
 
 
 def by_hand(task, half, count, fused):

@@ -68,9 +68,6 @@ def check(target, *options):
     return main(["check", target, *options])
 
 
-Capture = pytest.CaptureFixture[str]
-
-
 def refused(capsys, target, *options):
     """The one line that a target which cannot be checked gets."""
     before = sys.path[:], sys.argv[:], sorted(sys.modules)
