@@ -21,7 +21,7 @@ from .._core.batches import cutting
 from .._core.exchange import inside_of, onlooker
 from .._core.loss import in_one_list, join_aux, read, read_again
 from .chunks import OF_EACH, Chunk, Sampling, Task, carries_graph, needs_norms, samples_of
-from .layer_rules import rule_of
+from .layer_rules import RULES
 from .layers import Layers, Unfit
 from .outer_products import Outer, is_short, norms_of, written_out
 from .scaling import norms_as_tree, scaled_and_kept
@@ -103,7 +103,7 @@ def _totals(
     """What the samples of a chunk come to, recorded by layers; and what comes beside it."""
     how = task.how
     tensors, sample_of = samples_of(part, how)
-    layers = Layers(task.leaves, tensors[0].shape[0], at_least, rule_of)
+    layers = Layers(task.leaves, tensors[0].shape[0], at_least, RULES)
     specs: dict[str, Any] = {}
 
     def one(*tensors: Tensor) -> Any:

@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._base.torch_internals.functorch import wants_gradient
-from .layers import Layers
+from .layers import Layers, Rules
 from .outer_products import Outer
 
 
-Rule = Callable[..., Any]
 INDICES = {torch.int32, torch.int64}
 
 
@@ -282,7 +281,7 @@ def _transposed(layers: Layers, x: Any, *dims: Any) -> Tensor | None:
     return layers.standing_in(x.mT, at[0], not at[1])
 
 
-RULES: dict[Any, Rule] = {
+_RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
@@ -305,11 +304,5 @@ RULES: dict[Any, Rule] = {
     Tensor.transpose: _transposed,
     torch.transpose: _transposed,
 }
-# Those whose arguments may have names.
-KEYED = {_linear, _embedding, _attention, _cross_entropy, _convolution}
-
-
-def rule_of(func: Any, by_keyword: bool) -> Rule | None:
-    """What is done for all samples at once in place of a function that is called."""
-    rule = RULES.get(func)
-    return rule if rule in KEYED or not by_keyword else None
+_NAMED = _linear, _embedding, _attention, _cross_entropy, _convolution  # arguments may have names
+RULES: Rules = _RULES, {func: rule for func, rule in _RULES.items() if rule in _NAMED}

@@ -38,9 +38,9 @@ from .outer_products import Outer, sum_of_parts, zero_gradients
 
 SMALL = 2**10  # numbers
 See = Callable[[int, Outer | Tensor], None]
-# What is done for all samples at once in place of a function, given whether it is called by
-# keyword; None where there is no such thing. A rule itself returns None where it does not apply.
-RuleOf = Callable[[Any, bool], Callable[..., Any] | None]
+# What is done for all samples at once in place of functions, and in place of those that are called
+# by keyword. A rule returns None where it does not apply.
+Rules = tuple[dict[Any, Callable[..., Any]], dict[Any, Callable[..., Any]]]
 
 
 class Unfit(RuntimeError):
@@ -58,14 +58,14 @@ class Layers(TorchFunctionMode):
         rows: How many samples there are.
         at_least: The dtype of sums. A leaf is kept out of outer products where its own is narrower,
             since a sum over samples would be taken in that.
-        rule_of: Which rule there is for a function.
+        rules: What is done in place of functions.
     """
 
     def __init__(
-        self, leaves: Sequence[Tensor], rows: int, at_least: torch.dtype, rule_of: RuleOf
+        self, leaves: Sequence[Tensor], rows: int, at_least: torch.dtype, rules: Rules
     ) -> None:
         super().__init__()
-        self.rule_of = rule_of
+        self.rules = rules
         self.leaves = [x.detach() if x.requires_grad else x for x in leaves]
         self.rows = rows
         self.given = tuple(x.detach().requires_grad_() for x in leaves)
@@ -102,7 +102,7 @@ class Layers(TorchFunctionMode):
         kwargs = kwargs or {}
         if here.observed is not None:  # what the loss does there is done again
             return func(*args, **kwargs)
-        rule = self.rule_of(func, bool(kwargs))
+        rule = self.rules[bool(kwargs)].get(func)
         if rule is not None and (out := rule(self, *args, **kwargs)) is not None:
             return out
         if func in UNFIT:

@@ -15,7 +15,7 @@ from optree import tree_map
 import pureaccum as pa
 from pureaccum._base.torch_internals.functorch import over_rows
 from pureaccum._core.writes import known_of
-from pureaccum._samples.layer_rules import rule_of
+from pureaccum._samples.layer_rules import RULES
 from pureaccum._samples.layers import Layers
 from pureaccum._samples.outer_products import (
     Outer,
@@ -72,7 +72,7 @@ FUNCTIONS = [linear, product, table, twice, convolved]
 
 
 def parts_of(func, leaves, rows, cotangents=None):
-    layers, seen = Layers(leaves, len(rows[0]), torch.float32, rule_of), dict[int, Any]()
+    layers, seen = Layers(leaves, len(rows[0]), torch.float32, RULES), dict[int, Any]()
 
     def one(*row):
         with layers:
