@@ -43,10 +43,7 @@ class Batch(NamedTuple):
 
 
 def read_microbatch(microbatch: Tree, root: str = "batch") -> Batch:
-    """Flatten a microbatch of a stream.
-
-    Without rows it has a problem, which whoever counts raises.
-    """
+    """Flatten a microbatch of a stream; without rows it has a problem, which who counts raises."""
     try:
         return read_batch(microbatch, root, cut=False)
     except NotRowsError as error:
@@ -120,7 +117,6 @@ def _held_tensor(x: Any) -> str:
     for name in names:
         if any(isinstance(each, torch.Tensor) for each in tree_leaves(getattr(x, name, None))):
             return f".{name}"
-    # pyright: ignore
     if isinstance(x, (set, frozenset)) and any(isinstance(each, torch.Tensor) for each in x):
         return "one of its elements"
     return ""
