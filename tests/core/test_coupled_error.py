@@ -21,9 +21,8 @@ CLASSES = torch.tensor([1.0, 5.0, 0.2]).double()
 
 
 torch.manual_seed(0)
-NET = nn.Sequential(
-    nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)
-).double()
+HEAD = nn.Linear(36, 3)
+NET = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), HEAD).double()
 FN = pa.functional(NET)
 WHOLE = pa.functional(NET, microbatch_size=SIZE)
 LINEAR = {"w": torch.randn(4, 3).double(), "b": torch.randn(3).double()}
