@@ -36,7 +36,7 @@ def make(seed, count, length=2):
     """So few rows of so wide layers that products of factors are less work than those of all."""
     random = generator(seed)
     shapes = {"w": (8, 6), "v": (6, 2), "b": (6,), "e": (12, 8), "c": (6, 8, 2)}
-    shapes |= {"s": (), "u": (2, 2)}
+    shapes |= {"s": (), "u": (2, 2), "o": (2, 6)}
     params = {name: integers(random, *shape, bound=2) for name, shape in shapes.items()}
     batch = {
         "x": integers(random, count, length, 8, bound=2),
@@ -82,11 +82,11 @@ FOLLOWED = {
     "beside_layers": lambda p, s: (s["x"].sum(0) * p["b"].sum() * p["s"])[:2] * p["u"],
     "matrix": matrix,
     "number": number,
-    "of_numbers": lambda p, s: F.linear(hidden(p, s), p["v"].T).sum(0) * p["s"] + 2,
+    "of_numbers": lambda p, s: F.linear(hidden(p, s), p["o"]).sum(0) * p["s"] + 2,
     "of_one": of_one,
-    "of_matrix": lambda p, s: F.linear(hidden(p, s), p["v"].T),  # two times two numbers
+    "of_matrix": lambda p, s: F.linear(hidden(p, s), p["o"]),  # two times two numbers
     # a matrix of which a function is taken, and so has gradients that are written out
-    "unseen": lambda p, s: (hidden(p, s) @ p["v"].abs()).sum(0),
+    "unseen": lambda p, s: (hidden(p, s) @ p["o"].abs().T).sum(0),
 }
 FUNCTIONS = FOLLOWED | NOT_FOLLOWED
 
