@@ -3,11 +3,9 @@
 Whole numbers and powers of two, so that bits can be compared; elsewhere float64 and a bound.
 """
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +36,7 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 NAMES = ("b1", "b2", "w1", "w2")
 
 # By layout: the parameters' placements and the batch's, on a mesh of as many dimensions.
-LAYOUTS: dict[str, tuple[dict[str, list[Any]], list[Any]]] = {
+LAYOUTS = {
     "replicated": ({name: [R] for name in NAMES}, [S0]),
     "fsdp": ({name: [S0] for name in NAMES}, [S0]),
     "tensor": ({"w1": [S1], "b1": [S0], "w2": [S0], "b2": [R]}, [R]),
@@ -48,24 +46,24 @@ LAYOUTS: dict[str, tuple[dict[str, list[Any]], list[Any]]] = {
 
 
 @cache
-def mesh_of(dims: int = 1) -> Any:
+def mesh_of(dims=1):
     """All ranks in a line, or in two rows."""
     world = dist.get_world_size()
     return init_device_mesh("cpu", (world,) if dims == 1 else (2, world // 2))
 
 
-def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def whole_numbers(*shape, dtype=torch.float32):
     return torch.randint(-3, 4, shape).to(dtype)
 
 
-def problem(dtype: torch.dtype = torch.float32, rows: int = 16) -> tuple[Tensors, Tensors]:
+def problem(dtype=torch.float32, rows=16):
     """Parameters and a batch, the same on all ranks; no number of ranks divides five rows of w1."""
     of = partial(whole_numbers, dtype=dtype)
     params = {"w1": of(5, 8), "b1": of(8), "w2": of(8, 4), "b2": of(4)}
     return params, {"x": of(rows, 5), "y": of(rows, 4), "mask": of(rows).abs()}
 
 
-def spread(tree: Tensors, layout: str, *, batch: bool = False) -> Tensors:
+def spread(tree, layout, *, batch=False):
     placements, of_batch = LAYOUTS[layout]
     mesh = mesh_of(len(of_batch))
     return {
@@ -74,29 +72,29 @@ def spread(tree: Tensors, layout: str, *, batch: bool = False) -> Tensors:
     }
 
 
-def gathered(tree: Any) -> Any:
+def gathered(tree):
     """The full tensors."""
     return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
 
 
-def errors(params: Tensors, batch: Tensors) -> Tensor:
+def errors(params, batch):
     hidden = (batch["x"] @ params["w1"] + params["b1"]).relu()
     return (hidden @ params["w2"] + params["b2"] - batch["y"]) ** 2
 
 
-def mean(params: Tensors, batch: Tensors) -> Tensor:
+def mean(params, batch):
     return errors(params, batch).mean()
 
 
-def total(params: Tensors, batch: Tensors) -> Tensor:
+def total(params, batch):
     return errors(params, batch).sum()
 
 
-def weighted(params: Tensors, batch: Tensors) -> pa.Weighted:
+def weighted(params, batch):
     return pa.Weighted((errors(params, batch).sum(1) * batch["mask"]).sum(), batch["mask"].sum())
 
 
-LOSSES: dict[str, tuple[Any, Any]] = {
+LOSSES = {
     "mean": (mean, "mean"),
     "sum": (total, "sum"),
     "weighted": (weighted, "mean"),
@@ -106,11 +104,11 @@ LOSSES: dict[str, tuple[Any, Any]] = {
 class Collectives(TorchDispatchMode):
     """Counts what DTensors communicate: (operation, numbers in it), without the waiting."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.seen = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # torch goes on to local tensors, and comes back here with them
         name = str(func)
@@ -120,7 +118,7 @@ class Collectives(TorchDispatchMode):
 
 
 @contextmanager
-def communicating(*wanted: tuple[str, int]) -> Iterator[None]:
+def communicating(*wanted):
     with Collectives() as collectives:
         yield
     seen = [(name, n) for name, n in collectives.seen if not name.startswith("_wrap")]
@@ -128,7 +126,7 @@ def communicating(*wanted: tuple[str, int]) -> Iterator[None]:
 
 
 @contextmanager
-def refused(error: type[Exception] | tuple[type[Exception], ...], *words: str) -> Iterator[None]:
+def refused(error, *words):
     try:
         yield
     except error as raised:
@@ -138,7 +136,7 @@ def refused(error: type[Exception] | tuple[type[Exception], ...], *words: str) -
     raise AssertionError(f"nothing was raised; expected {words}")
 
 
-def same_on_all_ranks(tree: Any) -> None:
+def same_on_all_ranks(tree):
     leaves = tree_leaves(tree)
     assert all(type(x) is Tensor and x.dim() == 0 for x in leaves), leaves
     mine = torch.stack([x.double() for x in leaves])
@@ -147,7 +145,7 @@ def same_on_all_ranks(tree: Any) -> None:
     assert all(torch.equal(x.view(torch.int64), mine.view(torch.int64)) for x in every), every
 
 
-def assert_near(got: Any, want: Any) -> None:
+def assert_near(got, want):
     """In float64, leaf by leaf: the norm of the error is 2**-26 of that of the leaf."""
     for x, y in zip(tree_leaves(gathered(got)), tree_leaves(want), strict=True):
         error = (x.double() - y.double()).norm()
@@ -157,7 +155,7 @@ def assert_near(got: Any, want: Any) -> None:
 # Cases ------------------------------------------------------------------------------------
 
 
-def accumulates(layout: str, loss: str, engine: Any, donate: bool) -> None:
+def accumulates(layout, loss, engine, donate):
     params, batch = problem()
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
     func, reduction = LOSSES[loss]
@@ -178,12 +176,12 @@ def accumulates(layout: str, loss: str, engine: Any, donate: bool) -> None:
     assert_trees_bitwise_equal((gathered(grads), value), acc.finalize(whole))
 
 
-def steps_exactly(layout: str, loss: str, donate: bool) -> None:
+def steps_exactly(layout, loss, donate):
     """One step in powers of two, whole and as a stream: the bits of one process."""
     params, batch = problem()
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
     func, reduction = LOSSES[loss]
-    knobs: dict[str, Any] = {"reduction": reduction, "loss_scale": pa.static_loss_scale(8.0)}
+    knobs = {"reduction": reduction, "loss_scale": pa.static_loss_scale(8.0)}
     make = partial(pa.make_step, func, pa.sgd(0.25, momentum=0.5), **knobs)
     step, dstep = make(), make(microbatch_size=8, donate=donate)
     want, told = step(step.init(params), batch)
@@ -199,11 +197,11 @@ def steps_exactly(layout: str, loss: str, donate: bool) -> None:
         assert info.loss == told.loss
 
 
-def trains(layout: str, optimizer: str, engine: Any) -> None:
+def trains(layout, optimizer, engine):
     """Two steps of an optimizer after clipping by the global norm, and one as a stream."""
     params, batch = problem(torch.float64)
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
-    make: dict[str, Callable[[], Any]] = {
+    make = {
         "adam": lambda: pa.adam(0.125, amsgrad=True),
         "adamw": lambda: pa.adamw(pa.linear_warmup(0.25, 4)),
         "fused": lambda: pa.adamw(0.125, fused=True),
@@ -212,7 +210,7 @@ def trains(layout: str, optimizer: str, engine: Any) -> None:
             {"w": pa.adam(0.125), "b": pa.sgd(0.125)}, lambda path: path[0]
         ),
     }
-    knobs: dict[str, Any] = {
+    knobs = {
         "microbatch_size": 8,
         "loss_scale": pa.dynamic_loss_scale(),
         "engine": engine,
@@ -242,7 +240,7 @@ def trains(layout: str, optimizer: str, engine: Any) -> None:
         assert x.placements == like.placements
 
 
-def looks_uphill(layout: str) -> None:
+def looks_uphill(layout):
     """Three steps of ``sam``, the last one donated; and ``lbfgs`` says that it cannot."""
     params, batch = problem(torch.float64)
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
@@ -266,17 +264,17 @@ def looks_uphill(layout: str) -> None:
         pa.lbfgs().init(dparams)
 
 
-def whole_on_all_ranks(found: Any) -> Any:
+def whole_on_all_ranks(found):
     grads, value = found
     return {n: g.redistribute(placements=[R] * g.device_mesh.ndim) for n, g in grads.items()}, value
 
 
-def one_bad_row_stops_all_ranks(layout: str) -> None:
+def one_bad_row_stops_all_ranks(layout):
     params, batch = problem()
     batch["x"][13, 2] = torch.nan  # a row of the last rank
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(0.1))
-    knobs: dict[str, Any] = {"microbatch_size": 8, "loss_scale": pa.dynamic_loss_scale()}
+    knobs = {"microbatch_size": 8, "loss_scale": pa.dynamic_loss_scale()}
     step = pa.make_step(mean, optimizer, **knobs)
     state = step.init(dparams)
     new, info = step(state, dbatch)
@@ -287,7 +285,7 @@ def one_bad_row_stops_all_ranks(layout: str) -> None:
     assert_trees_bitwise_equal(gathered(new.opt_state), gathered(state.opt_state))
 
 
-def masked_microbatches_add_nothing() -> None:
+def masked_microbatches_add_nothing():
     """All masked on all ranks, and where the total is NaN."""
     params, batch = problem()
     batch["mask"][:] = torch.tensor([0.0] * 4 + [1.0, 2.0] * 2).repeat(2)  # by rank
@@ -295,7 +293,7 @@ def masked_microbatches_add_nothing() -> None:
     dparams = spread(params, "replicated")
     dbatch = spread(batch, "replicated", batch=True)
 
-    def loss(p: Tensors, b: Tensors) -> pa.Weighted:
+    def loss(p, b):
         return pa.Weighted((errors(p, b).sum(1) * b["mask"]).sum(), b["mask"].sum())
 
     step = pa.make_step(loss, pa.sgd(0.25), microbatch_size=8)  # the first four of each, the rest
@@ -308,7 +306,7 @@ def masked_microbatches_add_nothing() -> None:
     assert_trees_bitwise_equal(gathered(new.params), want.params)
 
 
-def communicates_once_a_window() -> None:
+def communicates_once_a_window():
     """No gradient is communicated before the end, whatever the number of microbatches."""
     params, batch = problem()
     dparams = spread(params, "replicated")
@@ -333,7 +331,7 @@ def communicates_once_a_window() -> None:
                 acc.finalize(sums)
 
 
-def parameters_are_averaged(layout: str) -> None:
+def parameters_are_averaged(layout):
     """Each rank its own part, without communication; halves of whole numbers are exact."""
     params, _ = problem()
     params["b1"] = params["b1"].bfloat16()
@@ -361,12 +359,12 @@ def parameters_are_averaged(layout: str) -> None:
         (falling := pa.plateau(0.1)).update(falling.init(), dparams["w1"].sum())
 
 
-def large_leaves_go_through_hooks(engine: Any) -> None:
+def large_leaves_go_through_hooks(engine):
     """Leaves of a MiB a rank are added as they come, also where only some are."""
     params = {"w": whole_numbers(8, 2**16), "b": whole_numbers(2**16)}  # 2 MiB, and 1 a rank
     batch = {"x": whole_numbers(8, 8)}
 
-    def loss(p: Tensors, b: Tensors) -> Tensor:
+    def loss(p, b):
         return (b["x"] @ p["w"] + p["b"]).relu().sum()
 
     step = pa.make_step(loss, pa.sgd(0.25), reduction="sum", engine=engine, microbatch_size=4)
@@ -382,7 +380,7 @@ def large_leaves_go_through_hooks(engine: Any) -> None:
         assert_trees_bitwise_equal(gathered(new.params), want.params)
 
 
-def rows_are_cut_by_each_rank() -> None:
+def rows_are_cut_by_each_rank():
     _, batch = problem()
     dbatch = spread(batch, "replicated", batch=True) | {"training": True}
     with communicating():
@@ -404,7 +402,7 @@ def rows_are_cut_by_each_rank() -> None:
             pa.microbatches({"x": dbatch["x"], "y": other}, 8)
 
 
-def uneven_rows_go_through_whole() -> None:
+def uneven_rows_go_through_whole():
     """Thirteen rows on two ranks, seven and six, and one row, as microbatches of a stream."""
     params, batch = problem()
     mesh = mesh_of()
@@ -427,7 +425,7 @@ def uneven_rows_go_through_whole() -> None:
             assert_trees_bitwise_equal((gathered(grads), value), (expected, number))
 
 
-def transforms_at_top_level() -> None:
+def transforms_at_top_level():
     """grad, grad_and_value and value, with a size and without; aux over all ranks."""
     params, batch = problem()
     want, number = pa.grad_and_value(weighted)(params, batch)
@@ -444,11 +442,11 @@ def transforms_at_top_level() -> None:
         assert type(value) is type(alone) is Tensor
         assert alone == number
 
-    def loss(p: Tensors, b: Tensors) -> Any:
+    def loss(p, b):
         e = errors(p, b)
         return e.mean(), {"most": e.sum(), "each": e.sum(1), "rows": 3}
 
-    def run(p: Tensors, b: Tensors, **knobs: Any) -> Any:
+    def run(p, b, **knobs):
         return pa.grad_and_value(loss, has_aux=True, **knobs)(p, b)[1]
 
     words = {"most": "sum", "each": "last", "rows": "last"}
@@ -469,11 +467,11 @@ def transforms_at_top_level() -> None:
         assert aux["most"].shape == (16 // size,)
 
 
-def what_was_donated_refuses() -> None:
+def what_was_donated_refuses():
     params, batch = problem()
     dparams, dbatch = spread(params, "fsdp"), spread(batch, "fsdp", batch=True)
     step = pa.make_step(mean, pa.adamw(0.1), microbatch_size=8, donate=True)
-    uses: list[Callable[[Any], Any]] = [
+    uses = [
         lambda x: x + 1,
         lambda x: x.sum(),
         lambda x: x.clone(),
@@ -499,7 +497,7 @@ def what_was_donated_refuses() -> None:
 
     large = {"w": distribute_tensor(torch.ones(8, 2**16), mesh_of(), [S1]), "a": dparams["b1"]}
 
-    def failing(p: Tensors, b: Tensors) -> Tensor:
+    def failing(p, b):
         p["a"].register_hook(_fail)  # after the gradient of w has been added
         return (p["a"] @ p["w"]).sum()
 
@@ -513,11 +511,11 @@ def what_was_donated_refuses() -> None:
     assert_trees_bitwise_equal(gathered(dparams), params)  # init copied
 
 
-def _fail(grad: Tensor) -> Tensor:
+def _fail(grad):
     raise ZeroDivisionError
 
 
-def modules() -> None:
+def modules():
     """A module without hooks takes DTensors; the hooks of a plan want engine='autograd'."""
     mesh = mesh_of()
     net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 4)).double()
@@ -525,8 +523,8 @@ def modules() -> None:
     fn = pa.functional(net)
     full = {name: x.clone() for name, x in fn.params.items()}
 
-    def loss_of(fn: Any) -> Any:
-        def loss(p: Tensors, b: Tensors) -> Tensor:
+    def loss_of(fn):
+        def loss(p, b):
             out, _ = fn.apply(p, (), b["x"])
             return ((out - b["y"]) ** 2).mean()
 
@@ -555,7 +553,7 @@ def modules() -> None:
             assert new.params["0.weight"].placements == (S0,)
 
 
-def optimizers_take_gradients_as_they_lie() -> None:
+def optimizers_take_gradients_as_they_lie():
     """Partial, replicated or sharded otherwise than the parameters."""
     params, _ = problem()
     grads = {name: whole_numbers(*x.shape) for name, x in params.items()}
@@ -572,12 +570,12 @@ def optimizers_take_gradients_as_they_lie() -> None:
         assert all(x.placements == (S0,) for x in new.values())
 
 
-def refusals() -> None:
+def refusals():
     params, batch = problem()
     dparams, dbatch = spread(params, "fsdp"), spread(batch, "fsdp", batch=True)
-    called: list[int] = []
+    called = []
 
-    def loss(p: Tensors, b: Tensors) -> Tensor:
+    def loss(p, b):
         called.append(1)
         return mean(p, b)
 
@@ -590,7 +588,7 @@ def refusals() -> None:
         mixed = dbatch | {"y": batch["y"]}
         pa.microbatch(errors, microbatch_size=8)(dparams, mixed)
 
-    def outer(p: Tensors) -> Tensor:
+    def outer(p):
         return pa.grad(loss, microbatch_size=8)(p, dbatch)["b2"].sum()
 
     with refused(ValueError, "params holds DTensors", "transforms"):
@@ -607,11 +605,11 @@ def refusals() -> None:
     assert not called
 
 
-def bad_microbatches_are_skipped(layout: str) -> None:
+def bad_microbatches_are_skipped(layout):
     """On all ranks, whichever has the bad row; a window without any asks once."""
     params, batch = problem()
     dparams = spread(params, layout)
-    knobs: dict[str, Any] = {"nonfinite": "skip", "reduction": "sum", "microbatch_size": 8}
+    knobs = {"nonfinite": "skip", "reduction": "sum", "microbatch_size": 8}
     step = pa.make_step(total, pa.sgd(0.25), **knobs)
     plain = pa.make_step(total, pa.sgd(0.25), reduction="sum")
     state = step.init(dparams)
@@ -641,7 +639,7 @@ def bad_microbatches_are_skipped(layout: str) -> None:
     assert int(sums.skipped) == 1
 
 
-def skipping_asks_once_a_window() -> None:
+def skipping_asks_once_a_window():
     params, batch = problem()
     dparams, dbatch = (
         spread(params, "replicated"),
@@ -655,14 +653,14 @@ def skipping_asks_once_a_window() -> None:
             step(state, dbatch)
 
 
-def rows_have_their_keys(layout: str) -> None:
+def rows_have_their_keys(layout):
     """The masks of one process, whole or cut; a stream counts rows as they come."""
     params, batch = problem(torch.float64)
 
-    def loss(p: Tensors, b: Tensors, keys: Tensor) -> Tensor:
+    def loss(p, b, keys):
         return total(p, b | {"x": pa.dropout(b["x"], 0.5, keys)})
 
-    knobs: dict[str, Any] = {"keys": True, "reduction": "sum"}
+    knobs = {"keys": True, "reduction": "sum"}
     plain = pa.make_step(loss, pa.sgd(2.0**-6), **knobs)
     state = plain.init(params, seed=3)
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
@@ -685,7 +683,7 @@ def rows_have_their_keys(layout: str) -> None:
     assert torch.equal(drawn.full_tensor(), torch.cat(ones))
 
 
-def noise_is_measured(layout: str) -> None:
+def noise_is_measured(layout):
     params, batch = problem(torch.float64)
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
     dstep = pa.make_step(weighted, pa.sgd(0.1), microbatch_size=4, noise=True)
@@ -700,17 +698,17 @@ def noise_is_measured(layout: str) -> None:
     assert_near(came.noise, want.noise)
 
 
-def functions_are_microbatched(layout: str) -> None:
+def functions_are_microbatched(layout):
     """A contrastive loss: rows come out in the order of the batch; each rank cuts its own."""
     params, batch = problem()
 
-    def loss(size: int | None) -> Any:
-        def embed(p: Tensors, x: Tensor) -> Tensor:
+    def loss(size):
+        def embed(p, x):
             return (x @ p["w1"] + p["b1"]).relu() @ p["w2"]
 
         cut = embed if size is None else pa.microbatch(embed, microbatch_size=size)
 
-        def of_all(p: Tensors, b: Tensors) -> Tensor:
+        def of_all(p, b):
             z = cut(p, b["x"])
             return ((z @ z.mT) * 2.0**-10).sum() + (z * b["y"]).sum()
 
@@ -729,11 +727,11 @@ def functions_are_microbatched(layout: str) -> None:
         assert_trees_bitwise_equal(gathered(sums), total(params, batch))
 
 
-def samples_are_reduced(layout: str) -> None:
+def samples_are_reduced(layout):
     params, batch = problem(torch.float64)
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
 
-    def loss(p: Tensors, b: Tensors) -> Tensor:
+    def loss(p, b):
         return errors(p, b).sum()
 
     for reduce in ("sum", "mean", "moments", "concat"):
@@ -744,10 +742,10 @@ def samples_are_reduced(layout: str) -> None:
             assert [x.placements for x in came.values()] == [x.placements for x in dparams.values()]
 
 
-def losses_are_compiled(layout: str) -> None:
+def losses_are_compiled(layout):
     params, batch = problem(torch.float64)
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
-    knobs: dict[str, Any] = {"microbatch_size": 8, "compile": {"backend": "aot_eager"}}
+    knobs = {"microbatch_size": 8, "compile": {"backend": "aot_eager"}}
     step = pa.make_step(weighted, pa.sgd(0.25, momentum=0.5), donate=True, **knobs)
     plain = pa.make_step(weighted, pa.sgd(0.25, momentum=0.5))
     new, want = step.init(dparams), plain.init(params)
@@ -761,7 +759,7 @@ def losses_are_compiled(layout: str) -> None:
     assert_near(step.apply(new, window)[0], plain(want, batch)[0])
 
 
-def norms_and_flags() -> None:
+def norms_and_flags():
     full = {"a": whole_numbers(6, 4), "b": whole_numbers(4, 5), "c": torch.tensor(3.0)}
     line, square = mesh_of(), mesh_of(2)
     tree = {
@@ -788,7 +786,7 @@ def norms_and_flags() -> None:
 # Checkpoints ---------------------------------------------------------------------------------
 
 
-def in_mid_window(layout: str) -> tuple[Any, Any, Any]:
+def in_mid_window(layout):
     """A step, its state after one step, and a window with sums in it; plain where no ranks are."""
     params, batch = problem()
     if layout:
@@ -800,7 +798,7 @@ def in_mid_window(layout: str) -> tuple[Any, Any, Any]:
     return step, state, step.update(state, step.begin(state), batch)
 
 
-def saves(folder: str) -> None:
+def saves(folder):
     for layout in ("replicated", "fsdp"):
         _, *tree = in_mid_window(layout)
         pa.save(f"{folder}/{layout}", tree)
@@ -818,7 +816,7 @@ def saves(folder: str) -> None:
             pa.save(f"{folder}/{layout}/{'x' * 300}", tree)
 
 
-def loads(folder: str) -> None:
+def loads(folder):
     """On another number of ranks, and as they lie there; the window goes on."""
     for layout in ("replicated", "fsdp"):
         step, state, _ = in_mid_window(layout)
@@ -838,7 +836,7 @@ def loads(folder: str) -> None:
             pa.load(f"{folder}/{layout}", like[:1])
 
 
-def checkpoints(folder: str) -> dict[int, dict[str, Callable[[], object]]]:
+def checkpoints(folder):
     """What two ranks save, four load."""
     return {
         2: {"saves": partial(saves, folder)},
@@ -849,7 +847,7 @@ def checkpoints(folder: str) -> dict[int, dict[str, Callable[[], object]]]:
 # What torch does that this leans on ---------------------------------------------------------
 
 
-def hazards() -> None:
+def hazards():
     """Each of these fails when torch changes it."""
     params, batch = problem()
     dparams = spread(params, "replicated")
@@ -882,7 +880,7 @@ def hazards() -> None:
         torch.func.vmap(torch.func.grad(mean), (None, 0))(dparams, dbatch)
 
 
-IN_A_LINE: dict[str, Callable[[], object]] = {
+IN_A_LINE = {
     **{
         f"accumulates, {layout}, {loss}, {engine}": partial(
             accumulates, layout, loss, engine, engine == "func"
@@ -932,7 +930,7 @@ IN_A_LINE: dict[str, Callable[[], object]] = {
     "hazards": hazards,
 }
 
-IN_TWO_ROWS: dict[str, Callable[[], object]] = {
+IN_TWO_ROWS = {
     "accumulates, 2d, mean, func": partial(accumulates, "2d", "mean", "func", True),
     "accumulates, 2d fsdp, weighted, autograd": partial(
         accumulates, "2d fsdp", "weighted", "autograd", False
@@ -950,4 +948,4 @@ IN_TWO_ROWS: dict[str, Callable[[], object]] = {
     "norms and flags": norms_and_flags,
 }
 
-CASES: dict[int, dict[str, Callable[[], object]]] = {2: IN_A_LINE, 4: IN_TWO_ROWS}
+CASES = {2: IN_A_LINE, 4: IN_TWO_ROWS}

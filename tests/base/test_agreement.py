@@ -2,14 +2,12 @@
 
 from functools import partial
 from itertools import count
-from typing import Any
 
 import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._base.agreement import (
@@ -31,15 +29,15 @@ HERE = torch.device("cpu")
 trees = {name: make() for name, make in STATES.items()}
 
 
-def leaves_of(tree: Any) -> list[Any]:
+def leaves_of(tree):
     return optree.tree_leaves(tree, namespace="pureaccum")
 
 
-def claimed(tree: Any, **knobs: Any) -> Any:
+def claimed(tree, **knobs):
     return claim(agreement({}), "here", {}, {"state": tree}, HERE, "", **knobs)
 
 
-def flipped(x: Tensor, bit: int) -> Tensor:
+def flipped(x, bit):
     """A tensor with one bit of its memory changed."""
     x = x.detach().clone(memory_format=torch.contiguous_format)
     flat = x.view(-1).view(torch.uint8)
@@ -114,7 +112,7 @@ def test_claims_that_nobody_looks_at_are_compared_on_the_device():
     assert compare(one, torch.stack([one.numbers(), seldom.numbers()]), None) is None
 
 
-OPTIMIZERS: dict[str, tuple[Any, dict[str, str]]] = {
+OPTIMIZERS = {
     "sgd": (pa.sgd(0.5, momentum=0.25), {"lr": "0.5", "momentum": "0.25", "nesterov": "False"}),
     "adamw": (
         pa.adamw(0.5, (0.5, 0.75), eps=0.25, amsgrad=True),
@@ -157,8 +155,8 @@ def test_what_an_optimizer_was_made_with_is_compared(name):
 
 
 def test_a_user_s_function_counts_by_its_name():
-    def made(rank: int) -> Any:
-        def rate(count: Tensor) -> Tensor:
+    def made(rank):
+        def rate(count):
             return count * 0.5 if rank else count * 0.25
 
         return pa.sgd(rate)
@@ -168,10 +166,10 @@ def test_a_user_s_function_counts_by_its_name():
 
 
 class Plain:
-    def init(self, params: Any) -> Any:
+    def init(self, params):
         return ()
 
-    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+    def apply(self, grads, state, params):
         return params, state
 
 

@@ -3,12 +3,10 @@
 With one device that cannot be seen, unless the default is the device that holds no numbers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -29,45 +27,45 @@ X = torch.randn(5, 3, generator=generator(2))
 BUFFERS = {"mean": torch.zeros(2), "seen": torch.tensor(0)}
 
 
-def mean(params: Any, x: Tensor) -> Tensor:
+def mean(params, x):
     out = x @ params["w"] + params["narrow"].float() * params["large"][0, 0]
     return (out**2).mean() + params["large"].mean()
 
 
-def weighted(params: Any, x: Tensor) -> pa.Weighted:
+def weighted(params, x):
     """By a number of Python, and by a tensor."""
     weight = len(x) if len(x) == 2 else (x == x).sum() / x.shape[-1]
     return pa.Weighted(mean(params, x) * len(x), weight)
 
 
-def with_aux(params: Any, x: Tensor) -> Any:
+def with_aux(params, x):
     return mean(params, x), {"n": 1, "f": 0.5, "x": x.sum()}
 
 
-def of_row(params: Any, x: Tensor) -> Tensor:
+def of_row(params, x):
     return weighted(params, x).total
 
 
-def buffered(params: Any, x: Tensor, buffers: Any, keys: Tensor) -> Any:
+def buffered(params, x, buffers, keys):
     x = pa.dropout(x, 0.25, keys)
     new = {"mean": buffers["mean"] + x.sum(), "seen": buffers["seen"] + 1}
     return mean(params, x) + buffers["mean"].sum(), new
 
 
-def stream(acc: Any, parts: list[int], **knobs: Any) -> Any:
+def stream(acc, parts, **knobs):
     state = acc.init(PARAMS)
     for part in X.split(parts):
         state = acc.update(state, PARAMS, part, **knobs)
     return state, acc.finalize(acc.merge(state, acc.init(PARAMS)))
 
 
-def steps(streamed: bool = False, **knobs: Any) -> Callable[[], Any]:
+def steps(streamed=False, **knobs):
     """Two steps from a state that was made before."""
     buffers = BUFFERS if "buffers" in knobs else None
     step = pa.make_step(**{"microbatch_size": 2, "optimizer": pa.adamw(0.1)} | knobs)
     first = step.init(PARAMS, buffers=buffers, seed=4)
 
-    def run() -> Any:
+    def run():
         state, infos = first, list[Any]()
         for _ in range(2):
             if streamed:
@@ -83,7 +81,7 @@ def steps(streamed: bool = False, **knobs: Any) -> Callable[[], Any]:
     return run
 
 
-def optimized(kind: str) -> Callable[[], Any]:
+def optimized(kind):
     optimizer, params, grads = (
         optimizers.make_optimizer(kind),
         optimizers.make_params(),
@@ -93,10 +91,10 @@ def optimized(kind: str) -> Callable[[], Any]:
     return lambda: [optimizer.apply(grads, *optimizer.apply(grads, state, params)[::-1])]
 
 
-def scaled(loss_scale: Any) -> Callable[[], Any]:
+def scaled(loss_scale):
     state, flags = loss_scale.init("cpu"), torch.tensor([True, False])
 
-    def run() -> Any:
+    def run():
         states = [state]
         for flag in flags:
             states.append(loss_scale.update(states[-1], flag))
@@ -105,7 +103,7 @@ def scaled(loss_scale: Any) -> Callable[[], Any]:
     return run
 
 
-def falls() -> list[Any]:
+def falls():
     falling = pa.plateau(0.5, patience=0)
     states = [falling.init()]
     for metric in (1.0, 2.0, torch.tensor(3.0, device="cpu")):
@@ -113,7 +111,7 @@ def falls() -> list[Any]:
     return states
 
 
-CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
+CALLS = {
     "fold_in": lambda: lambda: [pa.fold_in(KEY, 5), pa.fold_in(KEYS, 2)],
     "split_key": lambda: lambda: pa.split_key(KEYS, 3),
     "uniform": lambda: lambda: [pa.uniform(KEYS, (2, 3)), pa.uniform(KEY, (), torch.float64)],
@@ -159,7 +157,7 @@ for kind in OWN_OPTIMIZERS:
     CALLS[f"optimizer {kind}"] = lambda kind=kind: optimized(kind)
 for engine in ENGINES:
     for nonfinite in NONFINITE:
-        knobs: Any = {"engine": engine, "nonfinite": nonfinite}
+        knobs = {"engine": engine, "nonfinite": nonfinite}
         for loss in (mean, weighted):
             named = f"{loss.__name__}-{engine}-{nonfinite}"
             CALLS[f"grad-{named}"] = lambda loss=loss, knobs=knobs: (
@@ -202,7 +200,7 @@ for word in ("sum", "mean", "stack", "last"):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_default_device_is_not_asked(name: str) -> None:
+def test_the_default_device_is_not_asked(name):
     want, call = CALLS[name]()(), CALLS[name]()
     with torch.device("meta"):
         got = call()

@@ -1,7 +1,5 @@
 """What stands in a nested state, found and set by its name."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,22 +13,22 @@ pytestmark = [
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
 
 
-def loss(params: Any, x: Any) -> Any:
+def loss(params, x):
     return (x @ params["w"] + params["b"]).square().mean()
 
 
-def optimizer(one: Any = 0.5, other: Any = 0.25) -> Any:
+def optimizer(one=0.5, other=0.25):
     parts = {"decay": pa.adamw(one), "none": pa.sgd(other, momentum=0.5)}
     groups = pa.partition(parts, lambda path: "decay" if path == "w" else "none")
     return pa.chain(pa.clip_by_global_norm(1.0), groups)
 
 
-def made(**knobs: Any) -> tuple[Any, Any]:
+def made(**knobs):
     step = pa.make_step(loss, optimizer(), loss_scale=pa.dynamic_loss_scale(), **knobs)
     return step, step.init(PARAMS)
 
 
-def test_rates_are_found_and_set_in_a_partition_in_a_chain() -> None:
+def test_rates_are_found_and_set_in_a_partition_in_a_chain():
     _, state = made()
     assert pa.tree_get(state, "['decay'].lr") == 0.5
     assert pa.tree_get(state, "opt_state[1]['none'].lr") == 0.25
@@ -48,7 +46,7 @@ def test_rates_are_found_and_set_in_a_partition_in_a_chain() -> None:
     assert_trees_bitwise_equal(kept, state)
 
 
-def test_subtrees_are_found() -> None:
+def test_subtrees_are_found():
     _, state = made()
     assert pa.tree_get(state, "exp_avg") == state.opt_state[1]["decay"].exp_avg
     assert pa.tree_get(state, "momentum") is not None
@@ -58,7 +56,7 @@ def test_subtrees_are_found() -> None:
     assert pa.tree_get({"a": [1, {"b": 2}]}, "[1]['b']") == 2
 
 
-def test_a_step_goes_on_with_what_is_set() -> None:
+def test_a_step_goes_on_with_what_is_set():
     x = torch.arange(8.0).reshape(4, 2)
     step, state = made(donate=True)
     tracker = pa.plateau(0.5).init()
@@ -72,7 +70,7 @@ def test_a_step_goes_on_with_what_is_set() -> None:
     assert_trees_bitwise_equal(new.params, before)
 
 
-def test_the_state_of_an_optimizer_of_torch() -> None:
+def test_the_state_of_an_optimizer_of_torch():
     opt = pa.from_torch(torch.optim.RMSprop, lr=0.5, alpha=0.75)
     state = opt.init(PARAMS)
     assert pa.tree_get(state, "lr") == 0.5
@@ -83,7 +81,7 @@ def test_the_state_of_an_optimizer_of_torch() -> None:
     assert_trees_bitwise_equal(new, want.apply(grads, want.init(PARAMS), PARAMS)[0])
 
 
-def test_under_a_vmap_each_member_has_its_own() -> None:
+def test_under_a_vmap_each_member_has_its_own():
     _, state = made()
     stacked = pa.stack([state, state])
     rates = torch.tensor([0.5, 2.0])
@@ -108,13 +106,13 @@ def test_under_a_vmap_each_member_has_its_own() -> None:
         (lambda s: pa.tree_set(s, {0: 0.5}), TypeError, "the name is 0"),
     ],
 )
-def test_what_cannot_be_found_or_set_is_said(do: Any, error: Any, words: str) -> None:
+def test_what_cannot_be_found_or_set_is_said(do, error, words):
     _, state = made()
     with unchanged(state), pytest.raises(error, match=words):
         do(state)
 
 
-def test_a_rate_that_is_a_schedule_is_not_in_a_state() -> None:
+def test_a_rate_that_is_a_schedule_is_not_in_a_state():
     state = pa.adamw(pa.cosine_decay(0.5, 10)).init(PARAMS)
     with pytest.raises(KeyError, match="a schedule does not stand in a state"):
         pa.tree_set(state, lr=0.5)

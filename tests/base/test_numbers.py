@@ -1,8 +1,5 @@
 """Which numbers the host may read, while transforms are at work."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.func import grad, jvp, vmap
@@ -16,12 +13,12 @@ pytestmark = pytest.mark.transforms
 THREE = torch.tensor(3.0)
 
 
-def forward(f: Callable[..., Any]) -> Callable[..., Any]:
+def forward(f):
     return lambda x: jvp(f, (x,), (torch.ones_like(x),))
 
 
 ALIKE, OTHERS = THREE.expand(2), torch.tensor([3.0, 4.0])
-NESTS: dict[str, tuple[Callable[[Callable[..., Any]], Any], bool]] = {
+NESTS = {
     "none": (lambda f: f(THREE), True),
     "grad": (lambda f: grad(f)(THREE), True),
     "grad of grad": (lambda f: grad(grad(f))(THREE), True),
@@ -42,11 +39,11 @@ NESTS: dict[str, tuple[Callable[[Callable[..., Any]], Any], bool]] = {
 
 
 @pytest.mark.parametrize("nest", NESTS)
-def test_a_number_is_read_where_it_is_one_for_all(nest: str) -> None:
+def test_a_number_is_read_where_it_is_one_for_all(nest):
     transformed, read = NESTS[nest]
-    seen: list[Any] = []
+    seen = []
 
-    def look(x: torch.Tensor) -> torch.Tensor:
+    def look(x):
         seen.append(known(x))
         return x * x * x
 
@@ -54,19 +51,19 @@ def test_a_number_is_read_where_it_is_one_for_all(nest: str) -> None:
     assert seen == [3.0 if read else None]
 
 
-def test_what_is_traced_holds_no_number_of_the_tensors_it_was_traced_with() -> None:
+def test_what_is_traced_holds_no_number_of_the_tensors_it_was_traced_with():
     """Not whether a step was applied, and not how often there was one."""
     step = pa.make_step(loss, pa.sgd(0.25, momentum=0.5, dampening=0.5), microbatch_size=1)
     state, batch = step.init(torch.tensor([2.0, -1.0])), torch.tensor([1.0, 2.0])
     later_state, _ = step(state, batch)
     states = pa.stack([state, state])
 
-    def derivative(state: Any, batch: torch.Tensor) -> torch.Tensor:
+    def derivative(state, batch):
         return grad(lambda w: loss(step(state._replace(params=w), batch)[0].params, batch))(
             state.params
         )
 
-    def params(state: Any, batch: torch.Tensor) -> torch.Tensor:
+    def params(state, batch):
         return step(state, batch)[0].params
 
     bad = torch.tensor([1.0, torch.inf])
@@ -81,10 +78,10 @@ def test_what_is_traced_holds_no_number_of_the_tensors_it_was_traced_with() -> N
         torch.testing.assert_close(traced(after, given), program(after, given))
 
 
-def test_a_compiler_is_asked_for_no_number() -> None:
-    seen: list[Any] = []
+def test_a_compiler_is_asked_for_no_number():
+    seen = []
 
-    def look(x: torch.Tensor) -> torch.Tensor:
+    def look(x):
         seen.append(known(x))
         return x + 1
 
@@ -92,17 +89,17 @@ def test_a_compiler_is_asked_for_no_number() -> None:
     assert seen == [None]
 
 
-def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def loss(w, x):
     return (w[0] * x + w[1]).square().mean()
 
 
 OPTIMIZERS = [pa.sgd, lambda lr: pa.sgd(lr, momentum=0.5), lambda lr: pa.adamw(lr)]
 
 
-def later(optimizer: Any, *batches: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def later(optimizer, *batches):
     """A number that follows from some steps, of their learning rate."""
 
-    def of(lr: torch.Tensor) -> torch.Tensor:
+    def of(lr):
         step = pa.make_step(loss, optimizer(lr))
         state = step.init(torch.tensor([2.0, -1.0]))
         for batch in batches:
@@ -113,12 +110,12 @@ def later(optimizer: Any, *batches: torch.Tensor) -> Callable[[torch.Tensor], to
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_members_that_read_are_those_that_select(optimizer: Any) -> None:
+def test_members_that_read_are_those_that_select(optimizer):
     """One whose last step is not applied makes the others select."""
     rate, batch, bad = torch.tensor(0.25), torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.inf])
     for transform in (lambda f: f, grad, lambda f: grad(grad(f))):
 
-        def run(rate: torch.Tensor, last: torch.Tensor) -> Any:
+        def run(rate, last):
             return transform(later(optimizer, batch, last))(rate)  # noqa: B023
 
         alone = run(rate, batch + 1)
@@ -128,6 +125,6 @@ def test_members_that_read_are_those_that_select(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_that_is_not_applied_has_the_derivative_of_none(optimizer: Any) -> None:
+def test_a_step_that_is_not_applied_has_the_derivative_of_none(optimizer):
     rate, batch, bad = torch.tensor(0.25), torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.inf])
     assert grad(later(optimizer, batch, bad))(rate) == grad(later(optimizer, batch))(rate)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
@@ -15,11 +14,11 @@ from pureaccum._base.torch_internals import autograd, functorch, modes
 pytestmark = [pytest.mark.parity, pytest.mark.promise("private")]
 
 
-def test_the_wrappers_of_transforms_come_off() -> None:
+def test_the_wrappers_of_transforms_come_off():
     """And a write to what they wrap is counted there, which vmap's wrapper does not do."""
     x = torch.ones(2, 3)
 
-    def look(row: torch.Tensor) -> torch.Tensor:
+    def look(row):
         before = autograd.version(functorch.innermost(row))
         row.detach().mul_(1)
         assert before is not None
@@ -28,7 +27,7 @@ def test_the_wrappers_of_transforms_come_off() -> None:
         seen.append(functorch.levels(row))
         return row.sum()
 
-    seen: list[set[int]] = []
+    seen = []
     look(x)
     torch.func.grad(look)(x)
     torch.func.vmap(look)(x)
@@ -38,15 +37,15 @@ def test_the_wrappers_of_transforms_come_off() -> None:
     assert seen == [set(), {1}, {1}, {1, 2}, {1, 2}, {1, 2}]
 
 
-def test_a_vmap_is_seen_below_other_transforms_also_while_the_compiler_traces_them() -> None:
-    def look(x: Tensor) -> Tensor:
+def test_a_vmap_is_seen_below_other_transforms_also_while_the_compiler_traces_them():
+    def look(x):
         seen.append(functorch.any_mapped([torch.ones(2), x]))
         return x.square().sum()
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         return jvp(look, (x,), (x,))[1]
 
-    seen: list[bool] = []
+    seen = []
     x = torch.ones(2, 3)
     unmapped = [look, grad(look), grad(lambda y: grad(look)(y).sum()), forward]
     mapped = [vmap(look), vmap(grad(look)), vmap(forward), vmap(vmap(look))]
@@ -60,22 +59,22 @@ def test_a_vmap_is_seen_below_other_transforms_also_while_the_compiler_traces_th
             assert all(is_mapped is (number > len(unmapped)) for is_mapped in seen), number
 
 
-def test_forward_ad_goes_on_in_the_rule_of_a_function() -> None:
+def test_forward_ad_goes_on_in_the_rule_of_a_function():
     """torch turns it off there: an outer tangent would be lost without an error."""
 
     class Square(torch.autograd.Function):
         forward_ad: Any = nullcontext
 
         @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def forward(x):
             return x.detach() ** 2
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx, inputs, output):
             ctx.save_for_forward(*inputs)
 
         @staticmethod
-        def jvp(ctx: Any, _: Any) -> Any:  # type: ignore[override]
+        def jvp(ctx, _):
             with Square.forward_ad():
                 return torch.autograd.forward_ad.unpack_dual(ctx.saved_tensors[0] ** 2).tangent
 
@@ -86,7 +85,7 @@ def test_forward_ad_goes_on_in_the_rule_of_a_function() -> None:
     assert torch.func.jvp(Square.apply, (x,), (torch.ones(()),))[1] == 6.0
 
 
-def test_what_autograd_records_has_a_number() -> None:
+def test_what_autograd_records_has_a_number():
     """Made before or after, in this thread."""
     w = torch.ones((), requires_grad=True)
     before = w * 2
@@ -103,15 +102,15 @@ def test_what_autograd_records_has_a_number() -> None:
 
 class Tripled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:  # type: ignore[override]
+    def forward(ctx, x):
         return 3 * x
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx, grad):
         return 3 * grad
 
 
-def test_what_autograd_records_says_which_function_it_is_of() -> None:
+def test_what_autograd_records_says_which_function_it_is_of():
     w = torch.ones((), requires_grad=True)
     outs = [Tripled.apply(w.sin()).cos(), Tripled.apply(w)]
     assert autograd.custom_functions(outs) == [f"{__name__}.Tripled"]
@@ -119,12 +118,12 @@ def test_what_autograd_records_says_which_function_it_is_of() -> None:
     assert len([*autograd.nodes_from([x.grad_fn for x in outs], {None})]) == 5
 
 
-def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
+def test_a_tensor_is_followed_by_transforms_up_to_a_level():
     """Seen from inside of another transform, where a tangent of an outer one does not show."""
-    seen: dict[str, Any] = {}
+    seen = {}
 
-    def look(x: Tensor) -> Tensor:
-        def inside(y: Tensor) -> Tensor:
+    def look(x):
+        def inside(y):
             seen["outer"], seen["inner"] = (
                 functorch.followed(x, 1),
                 functorch.followed(y, 1),
@@ -148,10 +147,10 @@ def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
     assert functorch.followed(torch.ones(2, requires_grad=True), 0) == (True, False)
 
 
-def test_whether_anything_differentiates_is_seen() -> None:
-    seen: list[bool] = []
+def test_whether_anything_differentiates_is_seen():
+    seen = []
 
-    def look(x: Tensor) -> Tensor:
+    def look(x):
         seen.append(functorch.differentiating())
         return x.sum()
 
@@ -162,11 +161,11 @@ def test_whether_anything_differentiates_is_seen() -> None:
     assert seen == [False, True, True, False]
 
 
-def test_a_zero_of_all_levels_is_mapped_and_pushed_forward_by_all() -> None:
+def test_a_zero_of_all_levels_is_mapped_and_pushed_forward_by_all():
     """Whatever lies between, and whether or not anything else depends on it."""
-    seen: list[Any] = []
+    seen = []
 
-    def look(x: Tensor) -> Tensor:
+    def look(x):
         zero = functorch.zero_of_all_levels(torch.device("cpu"))
         seen.append((functorch.mapped_levels(zero), functorch.differentiated(zero)))
         assert zero.shape == ()
@@ -184,11 +183,11 @@ def test_a_zero_of_all_levels_is_mapped_and_pushed_forward_by_all() -> None:
     assert [pushed for _, pushed in seen] == [False] * 4 + [True, False, True]
 
 
-def test_what_is_differentiated_is_seen_at_any_level() -> None:
-    seen: list[bool] = []
+def test_what_is_differentiated_is_seen_at_any_level():
+    seen = []
 
-    def look(x: Tensor) -> Tensor:
-        def inside(y: Tensor) -> Tensor:
+    def look(x):
+        def inside(y):
             seen.append(functorch.differentiated(x))
             return y
 
@@ -203,13 +202,11 @@ def test_what_is_differentiated_is_seen_at_any_level() -> None:
     assert not functorch.differentiated(1.0)
 
 
-def test_what_is_done_unnoticed_goes_by_no_mode() -> None:
-    seen: list[str] = []
+def test_what_is_done_unnoticed_goes_by_no_mode():
+    seen = []
 
     class Mode(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(func.__name__)
             return func(*args, **(kwargs or {}))
 

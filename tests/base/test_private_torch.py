@@ -1,7 +1,5 @@
 """The private names of torch that the package touches exist, and do what it takes them to do."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -24,10 +22,10 @@ from pureaccum._base.torch_internals import (
 pytestmark = [pytest.mark.parity, pytest.mark.promise("private")]
 
 
-def test_a_transform_is_seen_at_every_level() -> None:
-    seen: list[bool] = []
+def test_a_transform_is_seen_at_every_level():
+    seen = []
 
-    def look(x: torch.Tensor) -> torch.Tensor:
+    def look(x):
         seen.append(modes.transform_active())
         return (x * x).sum()
 
@@ -49,7 +47,7 @@ def test_a_transform_is_seen_at_every_level() -> None:
     assert torch._C._functorch.maybe_current_level() is None
 
 
-def test_compilation_is_seen() -> None:
+def test_compilation_is_seen():
     torch.compiler.reset()
     compiled = torch.compile(
         lambda x: x + 1 if modes.transform_active() else x - 1,
@@ -59,14 +57,14 @@ def test_compilation_is_seen() -> None:
     assert compiled(torch.zeros(())) == 1
 
 
-def test_foreach_add_adds_in_place_and_widens() -> None:
+def test_foreach_add_adds_in_place_and_widens():
     sums = [torch.ones(2), torch.ones(3)]
     kernels.foreach_add_(sums, [torch.ones(2).bfloat16(), torch.ones(3)], alpha=3.0)
     assert torch.equal(sums[0], torch.full((2,), 4.0))
     assert torch.equal(sums[1], torch.full((3,), 4.0))
 
 
-def test_foreach_lerp_has_the_bits_of_lerp_and_leaves_its_arguments() -> None:
+def test_foreach_lerp_has_the_bits_of_lerp_and_leaves_its_arguments():
     x, y = torch.arange(9.0) / 7, torch.arange(9.0) ** 2 / 3
     for share in (1 - 0.999, 0.3, 1 - 0.3):
         versions = x._version, y._version
@@ -76,18 +74,18 @@ def test_foreach_lerp_has_the_bits_of_lerp_and_leaves_its_arguments() -> None:
         assert torch.equal(mean, torch.lerp(x, y, torch.tensor(share, dtype=torch.float32)))
 
 
-def test_foreach_add_takes_no_lists_that_are_empty() -> None:
+def test_foreach_add_takes_no_lists_that_are_empty():
     """Why ``add_gradients_`` asks first."""
     with pytest.raises(RuntimeError, match="at least one tensor"):
         kernels.foreach_add_([], [])
 
 
-def test_a_backward_pass_gives_gradients_or_adds_them_to_sums() -> None:
+def test_a_backward_pass_gives_gradients_or_adds_them_to_sums():
     """As ``torch.autograd.grad`` and ``.backward()``; a leaf that is not used has none."""
     x, y, z = (torch.arange(3.0).requires_grad_() for _ in range(3))
     cotangent = torch.tensor(2.0)
 
-    def total() -> torch.Tensor:
+    def total():
         return (x * x + 3 * y).sum()
 
     want = (4 * x.detach(), torch.full((3,), 6.0), None)
@@ -107,11 +105,11 @@ def test_a_backward_pass_gives_gradients_or_adds_them_to_sums() -> None:
     assert x.grad is y.grad is z.grad is None
 
 
-def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
+def test_a_level_of_our_own_is_that_of_vjp_without_its_trees():
     """Over when it is left, by an error too; nested; and without the hooks that vjp refuses."""
     x, y = torch.arange(3.0), torch.ones(3)
 
-    def outs(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    def outs(leaves):
         x, y = leaves
         within = torch.func.grad(lambda x: (x**3).sum())(x)
         return [(within * x).sum() + y.sin().sum(), x * 2]
@@ -130,7 +128,7 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
         assert torch.equal(came, wanted)
         assert not functorch.is_wrapped(came)
 
-    def fails(_: list[torch.Tensor]) -> list[torch.Tensor]:
+    def fails(_):
         with torch.autograd.graph.save_on_cpu():
             raise AssertionError
 
@@ -150,7 +148,7 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_kernel_tells_what_is_finite_and_changes_no_bit(dtype: Any, bad: float) -> None:
+def test_one_kernel_tells_what_is_finite_and_changes_no_bit(dtype, bad):
     tensors = [torch.randn(5, dtype=dtype), torch.tensor([-0.0, 5e-324, 1e38], dtype=dtype)]
     before = [x.clone() for x in tensors]
     assert kernels.finite_by_one_kernel(tensors)
@@ -161,14 +159,14 @@ def test_one_kernel_tells_what_is_finite_and_changes_no_bit(dtype: Any, bad: flo
     assert not kernels.finite_by_one_kernel(tensors)
 
 
-def test_whether_saved_tensor_hooks_are_allowed() -> None:
+def test_whether_saved_tensor_hooks_are_allowed():
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert not autograd.saved_tensors_hooks_allowed()
     assert autograd.saved_tensors_hooks_allowed()
 
 
-def test_no_mode_sees_what_is_unseen() -> None:
-    seen: list[Any] = []
+def test_no_mode_sees_what_is_unseen():
+    seen = []
     with modes.seeing(lambda _, out: seen.append(out)):
         with modes.unseen():
             torch.ones(2) + 1
@@ -177,7 +175,7 @@ def test_no_mode_sees_what_is_unseen() -> None:
     assert seen
 
 
-def test_foreach_add_takes_a_sparse_term() -> None:
+def test_foreach_add_takes_a_sparse_term():
     rows = torch.tensor([[1, 1]])
     term = torch.sparse_coo_tensor(rows, torch.ones(2, 3), (4, 3), check_invariants=True)
     total = torch.zeros(4, 3)
@@ -185,7 +183,7 @@ def test_foreach_add_takes_a_sparse_term() -> None:
     assert torch.equal(total, 2 * term.to_dense())
 
 
-def test_modules_keep_their_tensors_where_we_look() -> None:
+def test_modules_keep_their_tensors_where_we_look():
     norm = nn.BatchNorm1d(2)
     root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(norm, norm), nn.LSTM(2, 2), nn.ReLU())
     places = {(module, name) for module, _, name in modules.tensor_places(root)}
@@ -203,13 +201,13 @@ def test_modules_keep_their_tensors_where_we_look() -> None:
     assert dict(root._modules) == dict(root.named_children())
 
 
-def test_functional_call_puts_tensors_into_those_places() -> None:
+def test_functional_call_puts_tensors_into_those_places():
     """And a recurrent module sees by itself at each call that its flat weights are others."""
     lstm = nn.LSTM(2, 2)
     other = {name: torch.ones_like(p) for name, p in lstm.named_parameters()}
-    found: list[list[torch.Tensor]] = []
+    found = []
 
-    def look(module: nn.Module, *_: object) -> None:
+    def look(module, *_):
         found.extend([list(module._parameters.values()), list(module._flat_weights)])
 
     lstm.register_forward_hook(look)
@@ -219,7 +217,7 @@ def test_functional_call_puts_tensors_into_those_places() -> None:
         assert all(a is b for a, b in zip(tensors, expected.values(), strict=True))
 
 
-def test_setting_nothing_empties_a_tensor_in_place() -> None:
+def test_setting_nothing_empties_a_tensor_in_place():
     """What donation leaves behind: ``set_`` frees the memory, and the class can be changed."""
     tensor = torch.ones(3)
     alias = tensor.detach()
@@ -229,7 +227,7 @@ def test_setting_nothing_empties_a_tensor_in_place() -> None:
     assert torch.equal(alias, torch.ones(3))
 
 
-def test_versions_count_writes_but_not_those_in_inference_mode() -> None:
+def test_versions_count_writes_but_not_those_in_inference_mode():
     x = torch.zeros(2)
     with torch.inference_mode():
         unseen = torch.zeros(2)
@@ -240,8 +238,8 @@ def test_versions_count_writes_but_not_those_in_inference_mode() -> None:
     ) == (0, 1, None)
 
 
-def test_hooks_on_tensors_are_seen_of_both_kinds() -> None:
-    def hook(grad: torch.Tensor) -> None:
+def test_hooks_on_tensors_are_seen_of_both_kinds():
+    def hook(grad):
         pass
 
     x = torch.zeros(2, requires_grad=True)
@@ -253,8 +251,8 @@ def test_hooks_on_tensors_are_seen_of_both_kinds() -> None:
     assert autograd.tensor_hooks(x) == [[], []]
 
 
-def test_hooks_of_all_modules_are_seen_of_every_kind() -> None:
-    def hook(*_: object) -> None:
+def test_hooks_of_all_modules_are_seen_of_every_kind():
+    def hook(*_):
         pass
 
     before = modules.hooks_of_all_modules()
@@ -270,7 +268,7 @@ def test_hooks_of_all_modules_are_seen_of_every_kind() -> None:
         assert modules.hooks_of_all_modules() == before
 
 
-def test_functional_call_leaves_no_more_behind_than_flat_weights() -> None:
+def test_functional_call_leaves_no_more_behind_than_flat_weights():
     """Which a recurrent module makes anew at its next call."""
     lstm = nn.LSTM(2, 2)
     other = {name: torch.ones_like(p) for name, p in lstm.named_parameters()}
@@ -281,14 +279,14 @@ def test_functional_call_leaves_no_more_behind_than_flat_weights() -> None:
     assert {name for name in whole if name not in ours} >= {"_flat_weights", "_flat_weights_names"}
 
 
-def test_whether_saved_tensors_hooks_are_allowed_is_seen() -> None:
+def test_whether_saved_tensors_hooks_are_allowed_is_seen():
     assert autograd.saved_tensors_hooks_allowed()
     with torch.autograd.graph.disable_saved_tensors_hooks("no"):
         assert not autograd.saved_tensors_hooks_allowed()
     assert autograd.saved_tensors_hooks_allowed()
 
 
-def test_the_innermost_saved_tensors_hooks_are_seen() -> None:
+def test_the_innermost_saved_tensors_hooks_are_seen():
     pairs = [(lambda x: x, lambda x: x) for _ in range(2)]
     assert autograd.saved_tensors_hooks() is None
     with torch.autograd.graph.saved_tensors_hooks(*pairs[0]):
@@ -301,15 +299,15 @@ def test_the_innermost_saved_tensors_hooks_are_seen() -> None:
 # The compiler -----------------------------------------------------------------------------
 
 
-def test_scan_is_a_loop_in_a_graph() -> None:
+def test_scan_is_a_loop_in_a_graph():
     """Over a body that calls torch.func, with a carry that is a tree, and outputs stacked."""
 
-    def body(carry: Any, xs: list[torch.Tensor]) -> Any:
+    def body(carry, xs):
         total, count = carry
         grad = torch.func.grad(lambda x: (x**2).sum())(xs[0])
         return (total + grad, count + 1), [grad.sum()]
 
-    def run(x: torch.Tensor) -> Any:
+    def run(x):
         return compiler.scan(body, (torch.zeros(2), torch.zeros((), dtype=torch.int64)), [x])
 
     x = torch.arange(6.0).reshape(3, 2)
@@ -320,19 +318,19 @@ def test_scan_is_a_loop_in_a_graph() -> None:
     assert sums.tolist() == [2.0, 10.0, 18.0]
 
 
-def counting(graphs: list[Any]) -> Any:
-    def backend(graph: Any, inputs: Any) -> Any:
+def counting(graphs):
+    def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
     return {"backend": backend}
 
 
-def test_functions_of_one_def_have_limits_of_their_own() -> None:
+def test_functions_of_one_def_have_limits_of_their_own():
     """torch counts recompilations by code: the ninth closure would not compile."""
-    graphs: list[Any] = []
+    graphs = []
 
-    def add(number: float) -> Any:
+    def add(number):
         return lambda x: x + number
 
     functions = [compiler.compile_anew(add(i), True, counting(graphs)) for i in range(10)]
@@ -340,8 +338,8 @@ def test_functions_of_one_def_have_limits_of_their_own() -> None:
     assert len(graphs) == 10
 
 
-def test_one_graph_takes_any_number_of_rows_if_it_is_told_to() -> None:
-    graphs: list[Any] = []
+def test_one_graph_takes_any_number_of_rows_if_it_is_told_to():
+    graphs = []
     function = compiler.compile_anew(lambda x: x.sum(0), False, counting(graphs))
     for rows in (5, 3, 9):
         assert function(compiler.let_vary(torch.ones(rows, 2))).tolist() == [rows, rows]
@@ -352,21 +350,21 @@ def test_one_graph_takes_any_number_of_rows_if_it_is_told_to() -> None:
     assert len(graphs) == 3
 
 
-def test_errors_of_the_compiler_are_told_from_others() -> None:
+def test_errors_of_the_compiler_are_told_from_others():
     """And where in the user's code they came from."""
 
-    def branches(x: torch.Tensor) -> torch.Tensor:
+    def branches(x):
         if x.sum() > 0:
             return x
         return -x
 
-    def raising(graph: Any, inputs: Any) -> Any:
-        def run(*args: Any) -> Any:
+    def raising(graph, inputs):
+        def run(*args):
             raise RuntimeError("while it runs")
 
         return run
 
-    def no_backend(graph: Any, inputs: Any) -> Any:
+    def no_backend(graph, inputs):
         raise RuntimeError("while it is compiled")
 
     x = torch.ones(2)
@@ -394,17 +392,17 @@ def test_errors_of_the_compiler_are_told_from_others() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"dynamic": None}, {"dynamic": True}])
-def test_numbers_are_constants_of_a_graph(settings: Any) -> None:
+def test_numbers_are_constants_of_a_graph(settings):
     """Those of arguments and those that are captured, ints and floats; sizes as they are asked."""
-    made: list[list[type]] = []
+    made = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph, inputs):
         made.append([type(x) for x in inputs])
         return graph.forward
 
     held = {"t": 0.0}
 
-    def function(x: torch.Tensor, t: Any) -> torch.Tensor:
+    def function(x, t):
         return x * (1 - t) * (1 - held["t"])
 
     program = compiler.compile_anew(function, False, {"backend": backend} | settings)
@@ -420,13 +418,13 @@ def test_numbers_are_constants_of_a_graph(settings: Any) -> None:
 
 
 def test_guards_are_left_out_by_names_that_torch_gives_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Some are left out, and none that is about what the user holds."""
-    seen: list[tuple[str, bool]] = []
+    seen = []
     real = compiler._worth_guarding
 
-    def spying(guards: Any) -> list[bool]:
+    def spying(guards):
         worth = real(guards)
         seen.extend(zip([guard.name for guard in guards], worth, strict=True))
         return worth
@@ -434,7 +432,7 @@ def test_guards_are_left_out_by_names_that_torch_gives_them(
     monkeypatch.setattr(compiler, "_worth_guarding", spying)
     module, held = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), {"number": 2.0}
 
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x):
         return torch.nn.functional.relu(module(x)) * held["number"]
 
     compiler.compile_anew(function, False, {"backend": "eager"})(torch.ones(1, 2))
@@ -447,10 +445,10 @@ def test_guards_are_left_out_by_names_that_torch_gives_them(
 
 
 @pytest.mark.parametrize("dims", [0, 1])
-def test_what_a_graph_writes_to_a_0d_float64_tensor_is_lost(dims: int) -> None:
+def test_what_a_graph_writes_to_a_0d_float64_tensor_is_lost(dims):
     """Why ``_programs.written`` returns those: up to torch 2.14 they are numbers to the graph."""
 
-    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def function(x, y):
         x.copy_(y + 1)
         return y * 2
 
@@ -461,10 +459,10 @@ def test_what_a_graph_writes_to_a_0d_float64_tensor_is_lost(dims: int) -> None:
     assert x.item() == (2 if dims or mended else 0)
 
 
-def test_every_operation_is_seen_below_transforms_and_in_backward_passes() -> None:
-    seen: list[tuple[bool, int]] = []
+def test_every_operation_is_seen_below_transforms_and_in_backward_passes():
+    seen = []
 
-    def see(arguments: tuple[Any, ...], out: Any) -> None:
+    def see(arguments, out):
         assert type(out) is torch.Tensor
         seen.append((autograd.in_backward(), len(arguments)))
 
@@ -478,7 +476,7 @@ def test_every_operation_is_seen_below_transforms_and_in_backward_passes() -> No
     assert len(seen) == count
 
 
-def test_what_is_imagined_holds_no_numbers() -> None:
+def test_what_is_imagined_holds_no_numbers():
     """And does not draw any."""
     before = torch.get_rng_state()
     huge = torch.empty(2**30, 2**10, device="meta", dtype=torch.bool)
@@ -497,16 +495,16 @@ def test_what_is_imagined_holds_no_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_who_sees_operations_is_seen() -> None:
+def test_who_sees_operations_is_seen():
     """Modes, tracers and tensors that hold no numbers, under transforms too; no function mode."""
     assert not modes.dispatched()
     with modes.seeing(), torch.device("cpu"):
         assert modes.dispatched()
     with modes.imagining():
         assert modes.dispatched()
-    seen: list[bool] = []
+    seen = []
 
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def note(x):
         seen.append(modes.dispatched())
         return x * 2
 
@@ -516,7 +514,7 @@ def test_who_sees_operations_is_seen() -> None:
     assert seen == [True, False]
 
 
-def test_who_traces_is_told_from_us_and_from_who_chooses_a_device() -> None:
+def test_who_traces_is_told_from_us_and_from_who_chooses_a_device():
     class Functions(TorchFunctionMode):
         pass
 
@@ -533,9 +531,9 @@ def test_who_traces_is_told_from_us_and_from_who_chooses_a_device() -> None:
             assert modes.traced()
             assert not modes.may_write()
             assert not modes.transform_active()
-    seen: list[tuple[bool, bool, bool]] = []
+    seen = []
 
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def note(x):
         its = modes
         seen.append((its.may_write(), its.transform_active(), its.pre_dispatching()))
         return x * 2
@@ -546,7 +544,7 @@ def test_who_traces_is_told_from_us_and_from_who_chooses_a_device() -> None:
     assert seen == [(False, True, False), (False, True, True), (False, True, False)]
 
 
-def test_modes_that_were_on_once_are_put_on_again() -> None:
+def test_modes_that_were_on_once_are_put_on_again():
     class Functions(TorchFunctionMode):
         pass
 
@@ -569,7 +567,7 @@ def test_modes_that_were_on_once_are_put_on_again() -> None:
     assert modes.modes_around() == [[], []]
 
 
-def test_a_tensor_that_is_noted_to_be_zero_is_seen() -> None:
+def test_a_tensor_that_is_noted_to_be_zero_is_seen():
     x = torch.ones(3, requires_grad=True)
     (zero,) = torch.autograd.grad(torch.sgn(x).sum(), x)
     assert zero._is_zerotensor()
@@ -578,7 +576,7 @@ def test_a_tensor_that_is_noted_to_be_zero_is_seen() -> None:
     assert kernels.materialised(x) is x
 
 
-def test_collectives_are_known_by_their_names() -> None:
+def test_collectives_are_known_by_their_names():
     for name in ("all_reduce", "all_gather_into_tensor", "wait_tensor"):
         operation = getattr(torch.ops._c10d_functional, name).default
         assert operation.namespace in operations.COLLECTIVES
@@ -588,18 +586,18 @@ def test_collectives_are_known_by_their_names() -> None:
     assert all(torch.Tag.nondeterministic_seeded in each.tags for each in drawing)
 
 
-def test_a_mode_is_asked_before_each_function() -> None:
-    asked: list[Any] = []
+def test_a_mode_is_asked_before_each_function():
+    asked = []
     with modes.Asking(lambda func, args, kwargs: asked.append((func, len(args), kwargs))):
         torch.sum(torch.ones(2, 2), dim=0)
     assert (torch.sum, 1, {"dim": 0}) in asked
 
 
-def test_what_an_operation_writes_to_is_known_before_it_runs() -> None:
+def test_what_an_operation_writes_to_is_known_before_it_runs():
     """Batch norm declares nothing, and writes to its statistics all the same."""
-    seen: dict[str, int] = {}
+    seen = {}
 
-    def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    def before(operation, args, kwargs):
         written = operations.written_by(operation, args, kwargs)
         seen[str(operation)] = len(written)
 
@@ -619,7 +617,7 @@ def test_what_an_operation_writes_to_is_known_before_it_runs() -> None:
     assert seen["aten.embedding_renorm_.default"] == 1
 
 
-def test_views_have_one_memory_and_others_have_not() -> None:
+def test_views_have_one_memory_and_others_have_not():
     x = torch.ones(4, 3)
     views = (x[1:], x.T, x.detach(), x.data, x.view(-1), torch.nn.Parameter(x))
     assert {kernels.memory_of(y) for y in views} == {kernels.memory_of(x)}
@@ -629,7 +627,7 @@ def test_views_have_one_memory_and_others_have_not() -> None:
     assert inside.eq(3).all()
 
 
-def test_who_else_lies_in_the_memory_of_a_tensor_is_seen() -> None:
+def test_who_else_lies_in_the_memory_of_a_tensor_is_seen():
     x = torch.ones(4, 3)
     assert kernels.owns_its_memory(x)
     assert not kernels.owns_its_memory(x.to_sparse())
@@ -642,12 +640,12 @@ def test_who_else_lies_in_the_memory_of_a_tensor_is_seen() -> None:
     assert kernels.owns_its_memory(alone)
 
 
-def test_a_vmap_is_left_and_entered_by_hand() -> None:
+def test_a_vmap_is_left_and_entered_by_hand():
     """As torch.func's own: what is mapped, what is not, and what another transform wraps."""
     x, w = torch.arange(6.0).reshape(3, 2), torch.ones(2, requires_grad=True)
-    found: list[Any] = []
+    found = []
 
-    def of(row: torch.Tensor, turned: torch.Tensor) -> list[torch.Tensor]:
+    def of(row, turned):
         level = functorch.transform_level() or 0
         found.append([functorch.members_of(a, level) for a in (row, turned.T, w)])
         torch.func.grad(lambda a: found.append(functorch.members_of(a, level)) or a.sum())(row)
@@ -672,62 +670,62 @@ def test_a_vmap_is_left_and_entered_by_hand() -> None:
 
 
 @pytest.mark.parametrize("own", [None, 3, torch.ones(2)])
-def test_what_a_function_itself_calls_variable_is_no_end_of_a_graph(own: Any) -> None:
+def test_what_a_function_itself_calls_variable_is_no_end_of_a_graph(own):
     class Scales(torch.autograd.Function):
         @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        def forward(x):
             return 2 * x
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx, inputs, output):
             ctx.variable = own
 
         @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        def backward(ctx, *grads):
             return 2 * grads[0]
 
     w = torch.ones(3, requires_grad=True)
-    total = Scales.apply(w).sum()  # pyright: ignore
+    total = Scales.apply(w).sum()
     (end,) = autograd.ends_of(total)
     assert end is w
     assert autograd.ends_of(w) == [w]
     assert autograd.ends_of(torch.ones(3)) == []
 
 
-def test_forward_ad_asks_only_for_the_layout_of_a_tangent_that_is_not_used() -> None:
-    asked: set[Any] = set()
+def test_forward_ad_asks_only_for_the_layout_of_a_tangent_that_is_not_used():
+    asked = set()
 
     class Tangent(torch.Tensor):
         @classmethod
-        def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), _kwargs: Any = None):
+        def __torch_dispatch__(cls, func, _types, args=(), _kwargs=None):
             asked.add(func)
             assert operations.compares_layouts(func)
             return True
 
     class Constant(torch.autograd.Function):
         @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:
+        def forward(x):
             return x.detach().contiguous()
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx, inputs, output):
             pass
 
         @staticmethod
-        def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def jvp(ctx, tangent):
             return torch.ones(2).as_subclass(Tangent)
 
     x = torch.ones(2)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, x)
-        out: Any = dual.sum() + Constant.apply(dual).detach().sum()  # type: ignore[union-attr]
+        out = dual.sum() + Constant.apply(dual).detach().sum()
         assert torch.autograd.forward_ad.unpack_dual(out).tangent == 2
     assert asked
     assert not operations.compares_layouts(torch.ops.aten.equal.default)
 
 
-def test_what_is_untraced_is_written_down_by_no_tracer() -> None:
-    def func(x: torch.Tensor) -> torch.Tensor:
+def test_what_is_untraced_is_written_down_by_no_tracer():
+    def func(x):
         with modes.untraced():
             x.sin()
         return x.cos()
@@ -737,10 +735,10 @@ def test_what_is_untraced_is_written_down_by_no_tracer() -> None:
     assert any("cos" in name for name in names)
 
 
-def test_the_first_member_of_a_tensor_that_is_mapped_is_found() -> None:
-    found: list[torch.Tensor] = []
+def test_the_first_member_of_a_tensor_that_is_mapped_is_found():
+    found = []
 
-    def look(x: torch.Tensor) -> torch.Tensor:
+    def look(x):
         found.append(functorch.one_member(x))
         return x.sum()
 
@@ -750,7 +748,7 @@ def test_the_first_member_of_a_tensor_that_is_mapped_is_found() -> None:
     assert functorch.one_member(x) is x
 
 
-def test_the_effects_of_operations_are_known() -> None:
+def test_the_effects_of_operations_are_known():
     """Whether they draw, may write, and give memory of their own."""
     aten = torch.ops.aten
     for operation, effects in (

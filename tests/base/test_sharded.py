@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +28,7 @@ pytestmark = [
         pytest.param({2: {}, 4: CASES[4]}, id="4", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_give_what_one_process_gives(cases: dict[int, Any], tmp_path: Path) -> None:
+def test_ranks_give_what_one_process_gives(cases, tmp_path):
     """One test, since processes are started once for all cases of a mesh."""
     saving = checkpoints(str(tmp_path))
     wrong = [
@@ -46,14 +44,14 @@ def test_ranks_give_what_one_process_gives(cases: dict[int, Any], tmp_path: Path
     what_does_not_fit_is_refused(tmp_path)
 
 
-def one_process_loads_what_two_ranks_saved(folder: Path, layout: str) -> None:
+def one_process_loads_what_two_ranks_saved(folder, layout):
     _, *like = in_mid_window("")
     loaded = pa.load(folder / layout, like)
     kept = torch.load(folder / f"{layout}.pt")
     assert_trees_bitwise_equal(tree_leaves(loaded), kept)
 
 
-def what_does_not_fit_is_refused(folder: Path) -> None:
+def what_does_not_fit_is_refused(folder):
     _, state, window = in_mid_window("")
     with saying(FileNotFoundError, "nothing"):
         pa.load(folder / "nothing", state)
@@ -64,6 +62,6 @@ def what_does_not_fit_is_refused(folder: Path) -> None:
         pa.load(folder / "fsdp", [wider, window])
 
 
-def test_who_has_no_dtensors_pays_nothing_for_them() -> None:
+def test_who_has_no_dtensors_pays_nothing_for_them():
     code = "import sys, pureaccum; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,7 +5,7 @@ never reached is no switch, and fails. What is not here has bits of its own, wit
 gradients of samples that come from layers, and an optimizer's formula beside torch's kernel.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._core.seams import of_total
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.zoo import fits_networks, fits_programs, fits_sums  # noqa: F401
-from tests.zoo.species import ZOO, Species
+from tests.zoo.species import ZOO
 
 
 pytestmark = [
@@ -32,20 +31,20 @@ SIZE = 5
 # The switches ------------------------------------------------------------------------------
 
 
-def added(totals: list[Tensor], terms: list[Tensor], alpha: float = 1) -> None:
+def added(totals, terms, alpha=1):
     for total, term in zip(totals, terms, strict=True):
         total.add_(term, alpha=alpha)
 
 
-def norms_one_by_one(tensors: list[Tensor], _: int, dtype: Any) -> tuple[Tensor, ...]:
+def norms_one_by_one(tensors, _, dtype):
     return tuple(torch.linalg.vector_norm(x, dtype=dtype) for x in tensors)
 
 
-def weighed_anew(rule: Any, unit: Any) -> Any:
+def weighed_anew(rule, unit):
     return lambda *given: of_total(rule, unit)(*given)
 
 
-def never(*_: Any) -> bool:
+def never(*_):
     return False
 
 
@@ -58,7 +57,7 @@ class Switch(NamedTuple):
     around: Callable[[], Any] = nullcontext
 
 
-def carefully(summed: Any, rule: Any) -> Any:
+def carefully(summed, rule):
     return summed(rule)
 
 
@@ -96,11 +95,11 @@ SWITCHES = {
 
 
 @contextmanager
-def switched(switch: Switch, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def switched(switch, patch):
     """Run in the plain form; the list has an entry for each time that it was asked for."""
-    reached: list[str] = []
+    reached = []
 
-    def plain(*args: Any, **kwargs: Any) -> Any:
+    def plain(*args, **kwargs):
         reached.append(switch.name)
         return switch.plain(*args, **kwargs)
 
@@ -119,7 +118,7 @@ def switched(switch: Switch, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 Program = Callable[..., Any]
 
 
-def stepped(loss: Any, params: Any, batch: Any, has_aux: bool = False, **knobs: Any) -> Any:
+def stepped(loss, params, batch, has_aux=False, **knobs):
     optimizer = pa.chain(pa.clip_by_global_norm(0.5), pa.adamw(0.125))
     step = pa.make_step(loss, optimizer, has_aux=has_aux, microbatch_size=SIZE, **knobs)
     state = step.init(params)
@@ -128,7 +127,7 @@ def stepped(loss: Any, params: Any, batch: Any, has_aux: bool = False, **knobs: 
     return state, info._replace(aux=())
 
 
-def streamed(loss: Any, params: Any, batch: Any, has_aux: bool = False, **knobs: Any) -> Any:
+def streamed(loss, params, batch, has_aux=False, **knobs):
     step = pa.make_step(loss, pa.sgd(0.125, momentum=0.5), has_aux=has_aux, donate=True, **knobs)
     state = step.init(params)
     window = step.begin(state)
@@ -138,7 +137,7 @@ def streamed(loss: Any, params: Any, batch: Any, has_aux: bool = False, **knobs:
     return step.apply(state, window)
 
 
-def accumulated(loss: Any, params: Any, batch: Any, has_aux: bool = False, **knobs: Any) -> Any:
+def accumulated(loss, params, batch, has_aux=False, **knobs):
     acc = pa.accumulator(loss, has_aux, **knobs)
     state = acc.init(params)
     for part in pa.microbatches(batch, SIZE):
@@ -147,18 +146,18 @@ def accumulated(loss: Any, params: Any, batch: Any, has_aux: bool = False, **kno
     return acc.finalize(state)
 
 
-def taken(size: Any, **more: Any) -> Program:
-    def program(loss: Any, params: Any, batch: Any, **knobs: Any) -> Any:
+def taken(size, **more):
+    def program(loss, params, batch, **knobs):
         return pa.grad_and_value(loss, microbatch_size=size, **knobs, **more)(params, batch)
 
     return program
 
 
-def autograd(program: Program, **more: Any) -> Program:
+def autograd(program, **more):
     return lambda *args, **knobs: program(*args, engine="autograd", **knobs, **more)
 
 
-PROGRAMS: dict[str, Program] = {
+PROGRAMS = {
     "grad": taken(SIZE, aux_reduction="last"),
     "grad of all": taken(None, aux_reduction="last"),
     "skip": taken(SIZE, engine="autograd", nonfinite="skip", aux_reduction="last"),
@@ -183,7 +182,7 @@ ROUNDED = {  # where the plain form is another formula
 }
 
 
-def ran(program: str, at: int) -> Any:
+def ran(program, at):
     """What comes out, and any error in words: of a loss, parameters and a batch made anew."""
     loss, params, batch, knobs = FIT[at].make(FIT[at].dtypes[0], seed=0)
     torch.manual_seed(1)
@@ -196,7 +195,7 @@ def ran(program: str, at: int) -> Any:
 usual = cache(ran)  # with every shortcut: the same for all switches
 
 
-def compared(key: str, some: list[Species], n: int, patch: pytest.MonkeyPatch) -> int:
+def compared(key, some, n, patch):
     """Run programs with a shortcut and without; how often the plain form was asked for.
 
     Of the programs every loss has one in ``n``, each in its turn: over all losses a shortcut meets
@@ -223,40 +222,34 @@ KNOWN = {"mlp", "no_weight_and_nan", "a_sum", "with_aux"}
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_without_a_shortcut_the_bits_are_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_shortcut_the_bits_are_the_same(name, monkeypatch):
     asked = compared(name, [x for x in FIT if x.name in KNOWN], 1, monkeypatch)
     assert asked or not SWITCHES[name].modules
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHES)
-def test_without_a_shortcut_the_bits_of_every_loss_are_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_shortcut_the_bits_of_every_loss_are_the_same(name, monkeypatch):
     compared(name, FIT, 2, monkeypatch)
 
 
-def whole(params: Any, batch: Any) -> Tensor:
+def whole(params, batch):
     """A loss whose gradients are whole numbers, divided by a power of two."""
     return (batch["x"] @ params["w"] + params["b"]).square().mean()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [16, 23])
-def test_several_microbatches_at_once_have_the_bits_of_one_at_a_time(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_microbatches_at_once_have_the_bits_of_one_at_a_time(rows, monkeypatch):
     """In compiled code, of whole numbers: several are added up in another order."""
     params = {"w": torch.arange(-2.0, 2.0), "b": torch.tensor(3.0)}
     batch = {"x": (torch.arange(4.0 * rows).reshape(rows, 4) % 7) - 3}
     recipes = import_module("pureaccum._step.recipes")
-    found: list[int] = []
+    found = []
 
-    def stepped_once(how_many: Callable[..., int]) -> Any:
+    def stepped_once(how_many):
         monkeypatch.setattr(recipes, "how_many", how_many)
-        knobs: Any = {"microbatch_size": 2, "compile": {"backend": "eager"}}
+        knobs = {"microbatch_size": 2, "compile": {"backend": "eager"}}
         step = pa.make_step(whole, pa.sgd(2.0**-3, momentum=0.5), **knobs)
         return step(step.init(params), batch)
 

@@ -6,8 +6,6 @@ either may be given up, or written to in place, and the other does not notice.
 
 import io
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import optree
 import pytest
@@ -26,7 +24,7 @@ from tests.states import FN, STATES, a_row, batch_of, full_step
 
 
 pytestmark = pytest.mark.laws
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
+OPTIMIZERS = {
     "sgd": lambda: pa.sgd(0.1),
     "sgd with everything": lambda: pa.sgd(pa.linear_warmup(0.1, 3), 0.9, 0.0, 0.01, True),
     "fused sgd": lambda: pa.sgd(0.1, momentum=0.9, dampening=0.5, maximize=True, fused=True),
@@ -43,7 +41,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "RMSprop": lambda: pa.from_torch(torch.optim.RMSprop, lr=0.1, centered=True, momentum=0.5),
     "somebody's": lambda: Plain(),
 }
-SCALES: list[Callable[[], Any]] = [
+SCALES = [
     lambda: None,
     lambda: pa.static_loss_scale(4.0),
     lambda: pa.dynamic_loss_scale(8.0, growth_interval=1, hysteresis=2),
@@ -54,10 +52,10 @@ POLICIES = [None, pa.Policy(param=torch.float64), pa.Policy(param=None, compute=
 class Average:
     """A gradient map with a state of its own, as optax has them."""
 
-    def init(self, params: Any) -> Any:
+    def init(self, params):
         return {"mean": optree.tree_map(torch.zeros_like, params)}
 
-    def update(self, grads: Any, state: Any) -> Any:
+    def update(self, grads, state):
         mean = optree.tree_map(lambda m, g: m + g.to(m.dtype), state["mean"], grads)
         return mean, {"mean": mean}
 
@@ -65,22 +63,22 @@ class Average:
 class Plain:
     """An optimizer that knows nothing of ours."""
 
-    def init(self, params: Any) -> Any:
+    def init(self, params):
         return (torch.zeros(()),)
 
-    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+    def apply(self, grads, state, params):
         return optree.tree_map(lambda p, g: p - 0.1 * g.to(p.dtype), params, grads), (state[0] + 1,)
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree):
     return optree.tree_leaves(tree, namespace="pureaccum")
 
 
-def places(tree: Any) -> set[int]:
+def places(tree):
     return {x.untyped_storage().data_ptr() for x in leaves(tree) if x.untyped_storage().nbytes()}
 
 
-def check(state: Any) -> None:
+def check(state):
     """Tensors only, in optree and in torch's own, from memory and from disk."""
     assert not optree.tree_is_leaf(None)  # so a None would be lost without a word
     assert leaves(state) == optree.tree_leaves(state, none_is_leaf=True, namespace="pureaccum")
@@ -97,7 +95,7 @@ def check(state: Any) -> None:
     assert len(places(state)) == len([x for x in leaves(state) if x.numel()])
 
 
-def assert_saved(state: Any) -> None:
+def assert_saved(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -106,7 +104,7 @@ def assert_saved(state: Any) -> None:
     assert_trees_bitwise_equal(loaded, state)
 
 
-def assert_alike(a: Any, b: Any) -> None:
+def assert_alike(a, b):
     """The same classes with the same fields, all the way down."""
     assert type(a) is type(b)
     if isinstance(a, Tensor):
@@ -121,14 +119,14 @@ def assert_alike(a: Any, b: Any) -> None:
             assert_alike(x, y)
 
 
-def loss(params: Any, batch: Any, buffers: Any = (), keys: Any = None) -> Any:
+def loss(params, batch, buffers=(), keys=None):
     """A new buffer tree; and one of its leaves is what came, handed on."""
     total = sum((x.float() ** 2).sum() for x in leaves(params)) * batch["x"].float().mean()
     new = {"seen": buffers["seen"] + batch["x"].sum(), "handed on": buffers["handed on"]}
     return total, (new, {"x": batch["x"], "sum": batch["x"].sum()})
 
 
-def apart(*things: Any) -> None:
+def apart(*things):
     """No two of them have a tensor in common."""
     every = [place for thing in things for place in places(thing)]
     assert len(set(every)) == len(every)
@@ -153,15 +151,15 @@ leaf = st.builds(
     x=st.sampled_from([1.0, torch.nan]),
 )
 def test_every_state_of_a_run_is_tensors_of_its_own(
-    optimizer: Any,
-    params: Any,
-    scale: Any,
-    policy: Any,
-    buffers: Any,
-    keys: bool,
-    donate: bool,
-    x: float,
-) -> None:
+    optimizer,
+    params,
+    scale,
+    policy,
+    buffers,
+    keys,
+    donate,
+    x,
+):
     step = pa.make_step(
         loss,
         optimizer(),
@@ -189,7 +187,7 @@ def test_every_state_of_a_run_is_tensors_of_its_own(
         apart(first, second, info)
 
     window = step.begin(second)
-    seen: list[Any] = [window]
+    seen = [window]
     for part in parts:
         check(window)
         window, aux = step.update(second, window, part)
@@ -207,7 +205,7 @@ def test_every_state_of_a_run_is_tensors_of_its_own(
 
 @examples(1 / 2)
 @given(trees(leaf), st.lists(st.booleans(), max_size=3))
-def test_every_average_is_tensors_of_its_own(params: Any, flags: list[bool]) -> None:
+def test_every_average_is_tensors_of_its_own(params, flags):
     average = pa.ema(0.9)
     states = [average.init(params)]
     for flag in flags:
@@ -217,7 +215,7 @@ def test_every_average_is_tensors_of_its_own(params: Any, flags: list[bool]) -> 
     apart(*states, params)
 
 
-def test_every_state_of_a_plateau_is_tensors_of_its_own() -> None:
+def test_every_state_of_a_plateau_is_tensors_of_its_own():
     falling, metric = pa.plateau(0.1, patience=0, cooldown=1), torch.tensor(1.0).double()
     states = [falling.init()]
     for _ in range(4):
@@ -227,11 +225,11 @@ def test_every_state_of_a_plateau_is_tensors_of_its_own() -> None:
     apart(*states, metric)
 
 
-def test_batch_norm_keeps_its_moments_as_tensors() -> None:
+def test_batch_norm_keeps_its_moments_as_tensors():
     module = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
     fn = pa.functional(module)
 
-    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+    def loss(params, batch, buffers):
         out, new = fn.apply(params, buffers, batch)
         return (out**2).mean(), new
 
@@ -246,13 +244,13 @@ def test_batch_norm_keeps_its_moments_as_tensors() -> None:
 
 
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
-def test_torch_load_knows_every_class(make: Callable[[], Any]) -> None:
+def test_torch_load_knows_every_class(make):
     with torch.serialization.safe_globals([Counted]):  # a user's own class is the user's to name
         assert_saved(make())
 
 
 @pytest.mark.parametrize("module", [pa, pa.distributed, pa.testing], ids=lambda m: m.__name__)
-def test_public_classes_are_pickled_by_the_name_of_the_module(module: Any) -> None:
+def test_public_classes_are_pickled_by_the_name_of_the_module(module):
     """So that a file can be read once the class lies somewhere else."""
     its = [x for name, x in vars(module).items() if isinstance(x, type) and name[0] != "_"]
     classes = [cls for cls in its if cls.__module__.startswith("pureaccum")]
@@ -265,10 +263,10 @@ def test_public_classes_are_pickled_by_the_name_of_the_module(module: Any) -> No
 # Devices --------------------------------------------------------------------------------
 
 
-def step_of() -> Callable[[Any], Any]:
+def step_of():
     step = full_step()
 
-    def states(params: Any) -> Any:
+    def states(params):
         first = step.init(params, FN.buffers, seed=7)
         window = step.update(first, step.begin(first), BATCH)
         return first, step(first, BATCH), window, step.apply(first, window)
@@ -276,23 +274,23 @@ def step_of() -> Callable[[Any], Any]:
     return states
 
 
-def optimizer_of(name: str) -> Callable[[Any], Any]:
+def optimizer_of(name):
     opt = OPTIMIZERS[name]()
 
-    def states(params: Any) -> Any:
+    def states(params):
         first = opt.init(params)
         return first, opt.apply(params, first, params)
 
     return states
 
 
-def streamed(acc: Any) -> Callable[[Any], Any]:
+def streamed(acc):
     params = torch.ones(3, 2)
     return lambda _: (acc.init(params), acc.update(acc.init(params), params, BATCH))
 
 
 BATCH = batch_of(6)
-PLACED: dict[str, Callable[[Any], Any]] = {
+PLACED = {
     "a step": step_of(),
     "the accumulator": streamed(pa.accumulator(a_row, squares=True)),
     "that of samples": streamed(pa.per_sample_accumulator(a_row, chunk_size=2)),
@@ -310,8 +308,8 @@ PLACED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("states", PLACED.values(), ids=PLACED)
 def test_a_state_lies_where_its_params_lie_and_not_on_the_default_device(
-    states: Callable[[Any], Any],
-) -> None:
+    states,
+):
     """As after ``torch.set_default_device``. A learning rate is on the CPU, wherever params are."""
     places = []
     for device in ("cpu", "meta"):
@@ -320,7 +318,7 @@ def test_a_state_lies_where_its_params_lie_and_not_on_the_default_device(
     assert places[0] == places[1]
 
 
-def test_tied_params_are_two_in_the_state() -> None:
+def test_tied_params_are_two_in_the_state():
     """A tree that holds one tensor twice: each is a parameter of its own."""
     w = torch.ones(2)
     step = pa.make_step(lambda p, x: ((p["a"] - p["b"]) * x).sum(), pa.sgd(1.0), reduction="sum")
@@ -331,7 +329,7 @@ def test_tied_params_are_two_in_the_state() -> None:
     assert torch.equal(new.params["b"], torch.full((2,), 2.0))
 
 
-def test_none_in_a_state_would_be_seen() -> None:
+def test_none_in_a_state_would_be_seen():
     with pytest.raises(AssertionError):
         check({"a": None})
     with pytest.raises(AssertionError):

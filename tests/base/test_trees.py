@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._base.trees import paths
@@ -82,21 +81,21 @@ kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
-def rows_loss(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def rows_loss(a, b, x, y):
     return ((x @ a + b - y) ** 2).sum()
 
 
-def data() -> tuple[Tensor, ...]:
+def data():
     shapes = (3, 2), (2,), (7, 3), (7, 2)
     return tuple(torch.randint(-7, 8, shape).float() for shape in shapes)
 
 
 @engines
 @kinds
-def test_params_may_be_any_tree(kind: Kind, engine: Any) -> None:
+def test_params_may_be_any_tree(kind, engine):
     a, b, x, y = data()
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         assert type(params) is type(kind.build(a, b))
         return rows_loss(*kind.read(params), *batch)
 
@@ -106,7 +105,7 @@ def test_params_may_be_any_tree(kind: Kind, engine: Any) -> None:
 
 
 @kinds
-def test_streams_take_any_tree(kind: Kind) -> None:
+def test_streams_take_any_tree(kind):
     """A state holds a tree like params; update, merge and finalize keep its kind."""
     a, b, x, y = data()
     params = kind.build(a, b)
@@ -121,10 +120,10 @@ def test_streams_take_any_tree(kind: Kind) -> None:
 
 @engines
 @kinds
-def test_a_batch_may_be_any_tree(kind: Kind, engine: Any) -> None:
+def test_a_batch_may_be_any_tree(kind, engine):
     a, b, x, y = data()
 
-    def loss(params: Any, batch: Any) -> Tensor:
+    def loss(params, batch):
         assert type(batch) is type(kind.build(x, y))
         return rows_loss(*params, *kind.read(batch))
 
@@ -134,10 +133,10 @@ def test_a_batch_may_be_any_tree(kind: Kind, engine: Any) -> None:
 
 
 @kinds
-def test_aux_may_be_any_tree(kind: Kind) -> None:
+def test_aux_may_be_any_tree(kind):
     a, b, x, y = data()
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         return rows_loss(*params, *batch), kind.build(*batch)
 
     gradient = pa.grad(loss, has_aux=True, microbatch_size=3, reduction="sum")
@@ -158,22 +157,22 @@ nodes = st.recursive(
 
 
 @given(nodes)
-def test_leaves_are_called_as_optree_calls_them(tree: Any) -> None:
+def test_leaves_are_called_as_optree_calls_them(tree):
     spec = optree.tree_structure(tree, namespace="pureaccum")
     want = [accessor.codify("tree") for accessor in spec.accessors()]
     assert paths(spec, "tree") == want
 
 
 @pytest.mark.parametrize("size", [None, 3])
-def test_a_bare_tensor_is_a_tree(size: int | None) -> None:
+def test_a_bare_tensor_is_a_tree(size):
     w, x = torch.ones(3), torch.randint(-7, 8, (7, 3)).float()
     gradient = pa.grad(lambda w, x: (x @ w).sum(), microbatch_size=size, reduction="sum")
     assert torch.equal(gradient(w, x), x.sum(0))
 
 
-def test_a_static_field_is_kept() -> None:
+def test_a_static_field_is_kept():
     a, b, x, y = data()
     params = Spaced(a, b, word="kept")
-    knobs: Any = {"microbatch_size": 3, "reduction": "sum"}
+    knobs = {"microbatch_size": 3, "reduction": "sum"}
     gradient = pa.grad(lambda p, batch: rows_loss(p.a, p.b, *batch), **knobs)
     assert gradient(params, (x, y)).word == "kept"

@@ -4,14 +4,12 @@ Trees without a leaf, leaves without a number, None, narrow, wide, complex and s
 """
 
 from fractions import Fraction
-from typing import Any
 
 import optree
 import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing.strategies import dtypes, seeds, shapes, trees
@@ -23,12 +21,12 @@ pytestmark = pytest.mark.bounds
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
+def tensors(draw):
     """Integers, whose squares no dtype rounds where they are summed."""
     shape, dtype = draw(shapes(side=6)), draw(dtypes(complex=True))
     random = generator(draw(seeds()))
 
-    def integers() -> Tensor:
+    def integers():
         return torch.randint(-15, 16, shape, generator=random)
 
     x = torch.complex(*(integers().double() for _ in range(2))) if dtype.is_complex else integers()
@@ -40,9 +38,9 @@ leafless = st.sampled_from([None, {}, (), [], {"a": None, "b": [()]}])
 any_tree = leafless | trees(tensors() | leafless)
 
 
-def numbers(tree: Any) -> list[Tensor]:
+def numbers(tree):
     """All of them as reals, leaf by leaf."""
-    leaves: list[Tensor] = [x.to_dense() for x in optree.tree_leaves(tree)]
+    leaves = [x.to_dense() for x in optree.tree_leaves(tree)]
     return [(torch.view_as_real(x) if x.is_complex() else x).flatten() for x in leaves]
 
 
@@ -50,7 +48,7 @@ def numbers(tree: Any) -> list[Tensor]:
 @example({})
 @example([torch.zeros(0)])
 @example([torch.arange(9).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.complex64)])
-def test_the_norm_is_rounded_no_more_than_its_sums(tree: Any) -> None:
+def test_the_norm_is_rounded_no_more_than_its_sums(tree):
     leaves = numbers(tree)
     norm = pa.global_norm(tree)
     assert norm.dim() == 0
@@ -65,9 +63,7 @@ def test_the_norm_is_rounded_no_more_than_its_sums(tree: Any) -> None:
 
 @given(any_tree, st.data())
 @example({}, None)
-def test_one_number_that_is_not_finite_anywhere_makes_the_tree_not_finite(
-    tree: Any, data: st.DataObject | None
-) -> None:
+def test_one_number_that_is_not_finite_anywhere_makes_the_tree_not_finite(tree, data):
     """And no other does: the largest that there are, and integers, are finite."""
     leaves, spec = optree.tree_flatten(tree)
     flag = pa.all_finite(tree)
@@ -79,7 +75,7 @@ def test_one_number_that_is_not_finite_anywhere_makes_the_tree_not_finite(
         return
     assume(full)
     at = data.draw(st.sampled_from(full))
-    bad: Any = data.draw(st.sampled_from([torch.inf, -torch.inf, torch.nan]))
+    bad = data.draw(st.sampled_from([torch.inf, -torch.inf, torch.nan]))
     spoiled = leaves[at].to_dense().clone()
     place = data.draw(st.integers(0, spoiled.numel() - 1))
     largest = torch.finfo(spoiled.dtype).max

@@ -1,13 +1,10 @@
 """A coupled loss over ranks: all of them raise, and are in step afterwards."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
@@ -23,47 +20,47 @@ W = torch.tensor([0.5, -1.0, 0.25])
 FEW = {"one row": (1, 9), "no rows": (0, 9), "uneven": (5, 12), "even": (8, 8)}
 
 
-def rows(n: int, bad: bool = False) -> dict[str, Tensor]:
+def rows(n, bad=False):
     x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
     return {"x": x, "mask": torch.arange(n) % 3 + 1.0 if bad else torch.ones(n)}
 
 
-def fits(w: Tensor, batch: Any) -> Tensor:
+def fits(w, batch):
     return ((batch["x"] @ w) ** 2).mean()
 
 
-def masked(w: Tensor, batch: Any) -> Tensor:
+def masked(w, batch):
     return ((batch["x"] @ w) ** 2 * batch["mask"]).sum() / batch["mask"].sum()
 
 
-def standardised(w: Tensor, batch: Any) -> Tensor:
+def standardised(w, batch):
     """Over all ranks; within this one it would be refused."""
     total, count = psum((batch["x"].sum(0), torch.tensor(float(len(batch["x"])))))
     return (((batch["x"] - total / count) @ w) ** 2).mean()
 
 
-def making(loss: Any, **knobs: Any) -> Any:
-    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # cases are one loss
+def making(loss, **knobs):
+    coupling._answers.clear()  # cases are one loss
     step = pa.make_step(loss, pa.sgd(0.1), group=dist.group.WORLD, **knobs)
     return step, step.init(W)
 
 
-def agree_again() -> None:
+def agree_again():
     """A step of all ranks, which are in step again."""
     step, state = making(lambda w, batch: fits(w, batch), microbatch_size=SIZE)
     new, info = step(state, rows(8))
     assert info.weight == 8 * dist.get_world_size()
     assert info.applied
-    every: list[Any] = [None] * dist.get_world_size()
+    every = [None] * dist.get_world_size()
     dist.all_gather_object(every, new.params)
     assert_trees_bitwise_equal(*every)
 
 
-def own(mine: tuple[int, int]) -> int:
+def own(mine):
     return mine[dist.get_rank()]
 
 
-def refused_on_all(counts: tuple[int, int], **knobs: Any) -> None:
+def refused_on_all(counts, **knobs):
     """By its own rows where a rank has some to cut, and by the word of the other elsewhere."""
     step, state = making(masked, microbatch_size=SIZE, **knobs)
     for _ in range(2):
@@ -75,7 +72,7 @@ def refused_on_all(counts: tuple[int, int], **knobs: Any) -> None:
     agree_again()
 
 
-def refused_by_one(**knobs: Any) -> None:
+def refused_by_one(**knobs):
     """The rows of the last rank alone show it."""
     last = dist.get_rank() == dist.get_world_size() - 1
     step, state = making(masked, microbatch_size=SIZE, **knobs)
@@ -89,7 +86,7 @@ def refused_by_one(**knobs: Any) -> None:
     agree_again()
 
 
-def refused_in_a_stream() -> None:
+def refused_in_a_stream():
     step, state = making(masked)
     window = step.begin(state)
     window = step.update(state, window, rows(own((4, 7))))
@@ -101,7 +98,7 @@ def refused_in_a_stream() -> None:
     agree_again()
 
 
-def fits_on_all(counts: tuple[int, int], **knobs: Any) -> None:
+def fits_on_all(counts, **knobs):
     """And the bits are those of ranks that nobody asks."""
     states = []
     for check in (True, False):
@@ -112,7 +109,7 @@ def fits_on_all(counts: tuple[int, int], **knobs: Any) -> None:
     assert_trees_bitwise_equal(*states)
 
 
-def reaches_others() -> None:
+def reaches_others():
     """Each call of it is one of all ranks: nobody asks, and nobody waits."""
     step, state = making(standardised, microbatch_size=SIZE)
     for _ in range(5):
@@ -121,14 +118,14 @@ def reaches_others() -> None:
     agree_again()
 
 
-CASES: dict[str, Callable[[], None]] = {
+CASES = {
     "refused by one": refused_by_one,
     "refused in a stream": refused_in_a_stream,
     "reaches others": reaches_others,
     **{f"refused, {name}": partial(refused_on_all, counts) for name, counts in FEW.items()},
     **{f"fits, {name}": partial(fits_on_all, counts) for name, counts in FEW.items()},
 }
-COMPILED: dict[str, Callable[[], None]] = {
+COMPILED = {
     "refused": partial(refused_on_all, (8, 8), compile={"backend": "eager"}),
     "refused by one": partial(refused_by_one, compile={"backend": "eager"}),
     "fits": partial(fits_on_all, (5, 12), compile={"backend": "eager"}),
@@ -136,16 +133,16 @@ COMPILED: dict[str, Callable[[], None]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Any:
+def outcomes():
     return cases_on_ranks(2, CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_raise_together_and_go_on_together(name: str, outcomes: Any) -> None:
+def test_ranks_raise_together_and_go_on_together(name, outcomes):
     assert not any(outcomes[name]), "\n".join(outcomes[name])
 
 
 @pytest.mark.slow
-def test_compiled_steps_raise_together_and_go_on_together() -> None:
+def test_compiled_steps_raise_together_and_go_on_together():
     for name, texts in cases_on_ranks(2, COMPILED).items():
         assert not any(texts), f"{name}: " + "\n".join(texts)

@@ -2,19 +2,17 @@
 
 import math
 import struct
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pureaccum as pa
 from pureaccum import distributed
-from pureaccum._base.agreement import Claim, agreement, claim
+from pureaccum._base.agreement import agreement, claim
 from pureaccum._core import buckets
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.core.linear_loss import every_kind_of_leaf
@@ -27,7 +25,7 @@ CPU = torch.device("cpu")
 bits = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", struct.pack("Q", n))[0])
 
 
-def claimed() -> Claim:
+def claimed():
     """What all ranks claim alike."""
     return claim(agreement({}), "here", {}, {}, CPU, "", whole=False)
 
@@ -47,11 +45,11 @@ def test_numbers_travel_to_the_bit(rank, world, numbers, origin):
         assert (same | (came[r].isnan() & want.isnan())).all()  # of NaN a sum may keep other bits
 
 
-def some_tensors(seed: int, rank: int) -> list[Tensor]:
+def some_tensors(seed, rank):
     """Every kind of leaf, and every dtype that a sum may have."""
     random = generator(seed + rank)
 
-    def filled(x: Tensor) -> Tensor:
+    def filled(x):
         values = torch.randint(-9, 10, x.shape, generator=random)
         return torch.empty_like(x).copy_(values.to(x.dtype))
 
@@ -77,7 +75,7 @@ def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
     looks = [(x.stride(), x.dtype) for x in kept]
     of_all = [some_tensors(seed, r) for r in range(world)]
 
-    def times(rank: int, i: int) -> Any:
+    def times(rank, i):
         """Of some a number, of some a tensor; they differ between ranks."""
         if not tensors[i].is_floating_point():
             return 1.0
@@ -101,10 +99,10 @@ def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
 
 @on_ranks(2)
 def test_a_sum_is_one_collective_of_no_more_bytes_than_needed(rank, world):
-    sent: list[Tensor] = []
+    sent = []
     plain = dist.all_reduce
 
-    def noted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def noted(x, *args, **kwargs):
         sent.append(x)
         return plain(x, *args, **kwargs)
 
@@ -137,10 +135,10 @@ def test_what_has_travelled_is_not_held_twice(rank, world):
     state = acc.update(acc.init(params), params, torch.ones(3))
     state = state._replace(grads=[*state.grads.values()])
     given_up = [StorageWeakRef(x.untyped_storage()) for x in state.grads]
-    freed: list[int] = []
+    freed = []
     plain = dist.all_reduce
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args, **kwargs):
         freed.append(sum(it.expired() for it in given_up))
         return plain(*args, **kwargs)
 
@@ -157,7 +155,7 @@ def test_what_was_summed_before_changes_no_bit(rank, world, seed, sizes):
     """A run that begins anew adds up the ranks in the order of one that goes on."""
     acc = pa.accumulator(lambda w, x: (w * x).sum() ** 2)
     x = torch.randn(1, 3000, generator=generator(seed + rank)).double()
-    found: dict[int, list[Tensor]] = {}
+    found = {}
     for size in [*sizes, sizes[0], sizes[0], *sizes]:
         w = torch.randn(size, generator=generator(seed)).double()
         merged = distributed.all_reduce(acc.update(acc.init(w), w, x[:, :size]))

@@ -4,7 +4,6 @@ One group goes through all the cases of a table, and makes a step after each: no
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum._base.agreement import agreement, claim
@@ -28,24 +27,24 @@ BATCH = torch.randint(1, 9, (8, 2), generator=generator(0)).float()
 LARGE = 2**16  # more numbers than travel in a first collective
 
 
-def loss(params: Any, x: Tensor) -> Tensor:
+def loss(params, x):
     return ((x.to(params["w"].dtype) @ params["w"] + params["a"]) ** 2).sum(1).mean()
 
 
-def with_keys(params: Any, x: Tensor, keys: Tensor) -> Tensor:
+def with_keys(params, x, keys):
     return loss(params, pa.dropout(x, 0.5, keys))
 
 
-def with_buffers(params: Any, x: Tensor, buffers: Any) -> Any:
+def with_buffers(params, x, buffers):
     return loss(params, x), buffers
 
 
-def apart() -> bool:
+def apart():
     """Whether this rank is the one that differs: the last."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def agree_again() -> None:
+def agree_again():
     """A step of all ranks, which are in step again."""
     step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD)
     _, info = step(step.init(PARAMS), BATCH)
@@ -53,7 +52,7 @@ def agree_again() -> None:
     assert info.applied
 
 
-def refused(call: Callable[[], object], said: str, *kept: Any) -> None:
+def refused(call, said, *kept):
     """Check that a call raises these words, and leaves all bits as they were."""
     before = optree.tree_map(torch.clone, kept, namespace="pureaccum")
     with pytest.raises(ValueError, match=said):
@@ -66,16 +65,16 @@ def refused(call: Callable[[], object], said: str, *kept: Any) -> None:
 Knobs = dict[str, Any]
 
 
-def adamw(**knobs: Any) -> Knobs:
+def adamw(**knobs):
     return {"optimizer": pa.adamw(0.1, **knobs)}
 
 
-def on_these(last: str) -> str:
+def on_these(last):
     """On the ranks of most, and on the last, whatever the world."""
     return rf" on ranks? [0-9, ]+ and {last} on rank \d"
 
 
-SETTINGS: dict[str, tuple[Knobs, Knobs, str]] = {
+SETTINGS = {
     "lr": (
         {"optimizer": pa.sgd(0.1)},
         {"optimizer": pa.sgd(0.2)},
@@ -134,7 +133,7 @@ SETTINGS: dict[str, tuple[Knobs, Knobs, str]] = {
 }
 
 
-def other_settings(name: str) -> None:
+def other_settings(name):
     most, last, said = SETTINGS[name]
     mine = {"loss_fn": loss, "optimizer": pa.sgd(0.1), "check": False}
     mine |= last if apart() else most
@@ -156,18 +155,18 @@ def other_settings(name: str) -> None:
 # What states hold ------------------------------------------------------------------------
 
 
-SCALED: Knobs = {"loss_scale": pa.dynamic_loss_scale(2.0**16)}
+SCALED = {"loss_scale": pa.dynamic_loss_scale(2.0**16)}
 ALONE = pa.make_step(loss, pa.adamw(0.1), **SCALED)
 
 
-def with_params(change: Callable[[Tensor], Tensor]) -> Callable[[pa.TrainState], pa.TrainState]:
-    def changed(state: pa.TrainState) -> pa.TrainState:
+def with_params(change):
+    def changed(state):
         return state._replace(params=state.params | {"w": change(state.params["w"])})
 
     return changed
 
 
-STATES: dict[str, tuple[Callable[[pa.TrainState], Any], str]] = {
+STATES = {
     "a step ahead": (
         lambda s: ALONE(s, BATCH)[0],
         r"the same: state\.opt_state\.steps is 0" + on_these("1") + r"; .*\d more differ",
@@ -200,7 +199,7 @@ STATES: dict[str, tuple[Callable[[pa.TrainState], Any], str]] = {
 }
 
 
-def other_state(name: str) -> None:
+def other_state(name):
     change, said = STATES[name]
     step = pa.make_step(loss, pa.adamw(0.1), group=dist.group.WORLD, **SCALED)
     state = step.init(PARAMS)
@@ -214,7 +213,7 @@ def other_state(name: str) -> None:
     agree_again()
 
 
-def other_shapes() -> None:
+def other_shapes():
     """Once a step was made; one of them needs a collective more than the other."""
     step = pa.make_step(lambda w, x: (w * x).sum(), pa.sgd(0.5), group=dist.group.WORLD)
     step(step.init(torch.ones(4)), torch.ones(2, 1))
@@ -224,11 +223,11 @@ def other_shapes() -> None:
     agree_again()
 
 
-def other_buffers() -> None:
+def other_buffers():
     net = nn.BatchNorm1d(2, affine=False)
     fn = pa.functional(net)
 
-    def normal(params: Any, x: Tensor, buffers: Any) -> Any:
+    def normal(params, x, buffers):
         out, new = fn.apply({}, buffers, x)
         return loss(params, out), new
 
@@ -242,7 +241,7 @@ def other_buffers() -> None:
     agree_again()
 
 
-def one_bit_in_all_leaves() -> None:
+def one_bit_in_all_leaves():
     """Wherever it is flipped, it is found when all is read."""
     for i in range(6):
         step = pa.make_step(loss, pa.adamw(0.1), group=dist.group.WORLD, **SCALED)
@@ -258,7 +257,7 @@ def one_bit_in_all_leaves() -> None:
     agree_again()
 
 
-def states_that_part_later() -> None:
+def states_that_part_later():
     """Small leaves are compared at every step, the others at steps 1, 2, 4, 8, …"""
     for change, said, at in (
         (lambda s: s._replace(attempts=s.attempts + 1), r"the same: state\.attempts is 2", 3),
@@ -278,7 +277,7 @@ def states_that_part_later() -> None:
     agree_again()
 
 
-def nobody_looks() -> None:
+def nobody_looks():
     """As on an accelerator at most steps: what ranks do not agree on becomes NaN."""
     for group in (None, dist.group.WORLD):
         acc = pa.accumulator(loss)
@@ -293,7 +292,7 @@ def nobody_looks() -> None:
     agree_again()
 
 
-def models_in_another_order() -> None:
+def models_in_another_order():
     """The same optimizer, shapes and counts; only what the parameters are differs."""
     one, other = (pa.make_step(loss, pa.sgd(0.1), group=dist.group.WORLD) for _ in range(2))
     states = [one.init(PARAMS), other.init(PARAMS | {"w": torch.ones(2, 2)})]
@@ -304,7 +303,7 @@ def models_in_another_order() -> None:
     agree_again()
 
 
-def other_calls() -> None:
+def other_calls():
     step = pa.make_step(with_keys, pa.sgd(0.1), keys=True, group=dist.group.WORLD)
     state = step.init(PARAMS)
     acc = pa.accumulator(loss)
@@ -328,7 +327,7 @@ def other_calls() -> None:
 # Accumulators ------------------------------------------------------------------------------
 
 
-TREES: dict[str, tuple[Any, Any, str]] = {
+TREES = {
     "shapes": (torch.ones(6), torch.ones(2, 3), r"\(6,\)" + on_these(r".*\(2, 3\)")),
     "sizes": (torch.ones(6), torch.ones(600), r"\(6,\)" + on_these(r".*\(600,\)")),
     "large": (torch.ones(6), torch.ones(LARGE), r"\(6,\)" + on_these(r".*\(65536,\)")),
@@ -344,7 +343,7 @@ TREES: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-def other_accumulators(name: str) -> None:
+def other_accumulators(name):
     most, last, said = TREES[name]
     params = last if apart() else most
     acc = pa.accumulator(lambda p, x: sum(leaf.sum() for leaf in optree.tree_leaves(p)) * x.mean())
@@ -356,7 +355,7 @@ def other_accumulators(name: str) -> None:
     agree_again()
 
 
-def with_and_without_squares() -> None:
+def with_and_without_squares():
     acc = pa.accumulator(loss, squares=apart())
     state = acc.update(acc.init(PARAMS), PARAMS, BATCH)
     refused(lambda: pa.distributed.all_reduce(state), r"state\.squares is absent", state)
@@ -366,7 +365,7 @@ def with_and_without_squares() -> None:
 # Inside of a loss ---------------------------------------------------------------------------
 
 
-EXCHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+EXCHANGES = {
     "shape": (
         lambda: psum(torch.ones(6)),
         lambda: psum(torch.ones(2, 3)),
@@ -410,27 +409,27 @@ EXCHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 }
 
 
-def in_microbatches(size: int) -> Any:
-    def func(w: Tensor, x: Tensor) -> Tensor:
+def in_microbatches(size):
+    def func(w, x):
         return psum((w * x).sum())
 
     return pa.microbatch(func, microbatch_size=size, reduce="sum")
 
 
-def other_exchanges(name: str) -> None:
+def other_exchanges(name):
     most, last, said = EXCHANGES[name]
     refused(last if apart() else most, said)
     refused(last if apart() else most, said)  # it is not known from then on
     agree_again()
 
 
-def other_microbatches_later() -> None:
+def other_microbatches_later():
     """Once all had one microbatch, and what they exchange is known."""
 
-    def coupled(w: Tensor, x: Tensor) -> Tensor:
+    def coupled(w, x):
         return (w * x - psum((w * x).sum())).square().mean()
 
-    def inside(w: Tensor, x: Tensor) -> Tensor:
+    def inside(w, x):
         return in_microbatches(8)(w, x) / 8
 
     said = r"the call is psum" + on_these("psum in one of 2 microbatches")
@@ -439,7 +438,7 @@ def other_microbatches_later() -> None:
         (coupled, 8, "skip"),
         (inside, None, "skip"),
     ):
-        knobs: Knobs = {"microbatch_size": size, "nonfinite": nonfinite}
+        knobs = {"microbatch_size": size, "nonfinite": nonfinite}
         step = pa.make_step(loss_fn, pa.sgd(0.0), group=dist.group.WORLD, **knobs)
         state = step.init(torch.ones(2))
         for rows in (8, 8, 3):
@@ -450,7 +449,7 @@ def other_microbatches_later() -> None:
     agree_again()
 
 
-def other_shapes_that_all_know() -> None:
+def other_shapes_that_all_know():
     """What was exchanged before is compared all the same: gloo would end the process."""
     for give in (psum, gather):
         for n in (13, 14, 13, 14):
@@ -460,12 +459,12 @@ def other_shapes_that_all_know() -> None:
     agree_again()
 
 
-def another_backward_pass() -> None:
+def another_backward_pass():
     """One rank has nothing to pull what it was given with, and goes on to what comes next."""
     for give in (psum, gather):
 
-        def pull(leave_out: bool) -> Tensor:
-            def func(x: Tensor) -> Tensor:
+        def pull(leave_out):
+            def func(x):
                 rows = give(x)  # noqa: B023
                 return x.sum() if leave_out else rows.sum()
 
@@ -479,11 +478,11 @@ def another_backward_pass() -> None:
         agree_again()
 
 
-def another_number_of_rows_is_no_disagreement() -> None:
+def another_number_of_rows_is_no_disagreement():
     assert len(gather(torch.ones(1 + 2 * apart(), 3))) == dist.get_world_size() + 2
 
 
-CASES: dict[str, Callable[[], object]] = (
+CASES = (
     {f"settings: {name}": partial(other_settings, name) for name in SETTINGS}
     | {f"state: {name}": partial(other_state, name) for name in STATES}
     | {f"all_reduce: {name}": partial(other_accumulators, name) for name in TREES}
@@ -509,11 +508,11 @@ CASES: dict[str, Callable[[], object]] = (
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def told(request: pytest.FixtureRequest) -> Any:
+def told(request):
     return cases_on_ranks(request.param, CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_disagree_all_raise_and_keep_their_states(told: Any, name: str) -> None:
+def test_ranks_that_disagree_all_raise_and_keep_their_states(told, name):
     failed = [text for text in told[name] if text]
     assert not failed, "\n\n".join(failed)

@@ -5,7 +5,7 @@ of operations, shapes and dtypes: it depends on the program and on no data. (A r
 own way would end the process of another, or wait for it.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 NORM = nn.BatchNorm1d(3, affine=False, momentum=0.25, dtype=torch.float64)
 
 
-def inputs_of(program: Program) -> Inputs:
+def inputs_of(program):
     rows = sum(program.rows)
     random = generator(rows)
     x, y = (torch.randn(rows, n, generator=random).double() for n in (3, 1))
@@ -90,21 +90,21 @@ def inputs_of(program: Program) -> Inputs:
     return Inputs(params, batch, torch.tensor(1.25).double(), None, buffers)
 
 
-def slices(program: Program) -> list[slice]:
+def slices(program):
     """Which rows each rank has."""
     ends = [*accumulate(program.rows)]
     return [slice(end - n, end) for end, n in zip(ends, program.rows, strict=True)]
 
 
-def cut(program: Program, rows: int) -> list[int]:
+def cut(program, rows):
     size = program.size or max(rows, 1)
     return [min(size, rows - i) for i in range(0, rows, size)]
 
 
-def step_of(program: Program, captured: Tensor | None, **knobs: Any) -> Any:
+def step_of(program, captured, **knobs):
     fn = pa.functional(NORM.train(program.train))
 
-    def loss(params: Tensors, batch: Tensors, *shared: Tensor, **named: Any) -> Any:
+    def loss(params, batch, *shared, **named):
         x, new = batch["x"], {}
         if "keys" in named:
             x = pa.dropout(x, 0.5, named["keys"])
@@ -116,7 +116,7 @@ def step_of(program: Program, captured: Tensor | None, **knobs: Any) -> Any:
         for factor in (*shared, *([] if captured is None else [captured])):
             out = out * factor
         errors = (out.sum(1) - batch["y"]) ** 2
-        value: Any = errors.sum() if program.kind == "sum" else errors.mean()
+        value = errors.sum() if program.kind == "sum" else errors.mean()
         if program.kind == "weighted":
             value = pa.Weighted((errors * batch["weight"]).sum(), batch["weight"].sum())
         rest = [new] if buffers else []
@@ -133,8 +133,8 @@ def step_of(program: Program, captured: Tensor | None, **knobs: Any) -> Any:
         has_aux=program.aux,
         keys=program.keys,
         noise=program.noise,
-        buffers=program.buffers,  # pyright: ignore
-        engine=program.engine,  # pyright: ignore
+        buffers=program.buffers,
+        engine=program.engine,
         **knobs,
     )
 
@@ -143,12 +143,12 @@ Outs = tuple[list[Tensor], list[Tensor]]  # what has a derivative, and the rest
 Run = Callable[[Inputs], Outs]
 
 
-def run_of(program: Program, group: Any) -> Run:
+def run_of(program, group):
     """The program as a function: on this rank, or in one process that has the rows of all."""
 
-    def run(given: Inputs) -> Outs:
+    def run(given):
         batch, sizes = given.batch, [n for rows in program.rows for n in cut(program, rows)]
-        size: Any = None if program.at_once else sizes
+        size = None if program.at_once else sizes
         if group is not None:
             mine = slices(program)[dist.get_rank()]
             batch = {name: x[mine] for name, x in batch.items()}
@@ -157,7 +157,7 @@ def run_of(program: Program, group: Any) -> Run:
         state = step.init(given.params, given.buffers)
         state = state._replace(params=given.params, buffers=given.buffers or ())
         shared = (given.shared,) if program.shared else ()
-        info: Any = None
+        info = None
         for _ in range(program.steps):
             if program.stream:
                 ends = accumulate(sizes)
@@ -180,15 +180,15 @@ def run_of(program: Program, group: Any) -> Run:
     return run
 
 
-def total(floats: Sequence[Tensor]) -> Tensor:
+def total(floats):
     return torch.stack([(x**2).sum() for x in floats]).sum()
 
 
-def times(params: Tensors, s: Any) -> Tensors:
+def times(params, s):
     return {name: x * s for name, x in params.items()}
 
 
-def under_forward_ad(run: Run, given: Inputs) -> Any:
+def under_forward_ad(run, given):
     with forward_ad.dual_level():
         params = {k: forward_ad.make_dual(x, torch.ones_like(x)) for k, x in given.params.items()}
         pairs = [forward_ad.unpack_dual(x) for x in run(given._replace(params=params))[0]]
@@ -196,7 +196,7 @@ def under_forward_ad(run: Run, given: Inputs) -> Any:
 
 
 MEMBERS = torch.tensor([1.0, 1.5, 0.5]).double()
-NESTS: dict[str, Callable[[Run, Inputs], Any]] = {
+NESTS = {
     "nothing": lambda run, it: run(it),
     "vmap": lambda run, it: vmap(lambda s: run(it._replace(params=times(it.params, s))))(MEMBERS),
     "vmap batch": lambda run, it: vmap(
@@ -242,7 +242,7 @@ NESTS: dict[str, Callable[[Run, Inputs], Any]] = {
 DERIVATIVES = {name for name in NESTS if {"grad", "jvp", "forward"} & {*name.split()}}
 
 
-def check(program: Program) -> None:
+def check(program):
     """What comes on every rank is what comes in one process, and all ranks exchange alike."""
     given = inputs_of(program)
     want = NESTS[program.nest](run_of(program, None), given)
@@ -257,7 +257,7 @@ def check(program: Program) -> None:
 
 
 @st.composite
-def programs(draw: st.DrawFn, world: int) -> Program:
+def programs(draw, world):
     """Programs that have a meaning in one process."""
     nest = draw(st.sampled_from([*NESTS]))
     derives = nest in DERIVATIVES
@@ -295,7 +295,7 @@ def programs(draw: st.DrawFn, world: int) -> Program:
     )
 
 
-def named(world: int) -> dict[str, Program]:
+def named(world):
     """What was wrong once, with all that goes with it, on so many ranks."""
     full, first, last = (2,) * world, (0,) + (2,) * (world - 1), (2,) * (world - 1) + (0,)
     return {
@@ -329,7 +329,7 @@ def named(world: int) -> dict[str, Program]:
 
 
 @on_ranks(2, 3)
-def test_programs_that_were_wrong_once_are_those_of_one_process(rank: int, world: int) -> None:
+def test_programs_that_were_wrong_once_are_those_of_one_process(rank, world):
     for name, program in named(world).items():
         try:
             check(program)

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from tests.ranks import End, on_ranks, run_on_ranks
 pytestmark = [pytest.mark.faults, pytest.mark.promise("ranks")]
 
 
-def loss(w: Any, x: Any) -> Any:
+def loss(w, x):
     return (w * x).mean()
 
 
@@ -122,7 +121,7 @@ def test_ranks_that_begin_apart_all_raise(rank, world):
     step.init([*alike, *(torch.ones(2, dtype=kind) for kind in kinds)])  # the same bits
 
 
-def raises_in_mid_window(rank: int, world: int) -> None:
+def raises_in_mid_window(rank, world):
     step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD, donate=bool(rank % 2))
     state = step.init(torch.ones(2))
     state, _ = step(state, torch.ones(2, 2))
@@ -137,7 +136,7 @@ def raises_in_mid_window(rank: int, world: int) -> None:
     pa.make_step(loss, pa.sgd(0.5))(state, torch.ones(2, 2))
 
 
-def dies_in_mid_window(folder: str, rank: int, world: int) -> None:
+def dies_in_mid_window(folder, rank, world):
     """What the ranks had saved is enough to end the window, with what the dead one did."""
     step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD)
     state = step.init(torch.ones(2))
@@ -159,11 +158,11 @@ def dies_in_mid_window(folder: str, rank: int, world: int) -> None:
     assert info.microbatches == world
 
 
-def dies_inside_of_a_loss(rank: int, world: int) -> None:
+def dies_inside_of_a_loss(rank, world):
     """Between two sums over ranks, of which the others wait in the second."""
     calls = 0
 
-    def of_all(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def of_all(w, x):
         nonlocal calls
         calls += not is_dropped()
         total = pa.distributed.psum((w * x).sum())
@@ -182,34 +181,34 @@ def dies_inside_of_a_loss(rank: int, world: int) -> None:
     assert pa.make_step(loss, pa.sgd(0.5))(state, torch.ones(2, 2))[1].applied
 
 
-def late(step: Any, state: Any, rank: int) -> Any:
+def late(step, state, rank):
     if rank == 1:
         time.sleep(0.5)
     return step(state, torch.ones(2, 2))
 
 
-def hung(step: Any, state: Any, rank: int) -> Any:
+def hung(step, state, rank):
     if rank == 1:  # catches its own error, say, and goes on without the step
         return None
     return step(state, torch.ones(2, 2))
 
 
-def one_step_more(step: Any, state: Any, rank: int) -> Any:
+def one_step_more(step, state, rank):
     state, _ = step(state, torch.ones(2, 2))
     return None if rank == 1 else step(state, torch.ones(2, 2))
 
 
-def other_group(step: Any, state: Any, rank: int) -> Any:
+def other_group(step, state, rank):
     if rank == 1:
         same_ranks = pa.make_step(loss, pa.sgd(0.5), group=GROUPS[1])
         return same_ranks(state, torch.ones(2, 2))
     return step(state, torch.ones(2, 2))
 
 
-GROUPS: list[Any] = []
+GROUPS = []
 
 
-def do_not_meet(rank: int, world: int) -> None:
+def do_not_meet(rank, world):
     """Each kind in a group of its own, which is of no use afterwards."""
     alone = pa.make_step(loss, pa.sgd(0.5))
     state = alone.init(torch.ones(2))

@@ -5,7 +5,6 @@ Exact data; rows are shared out to ranks and to their microbatches at will, none
 
 import functools
 import itertools
-from typing import Any
 
 import optree
 import pytest
@@ -27,11 +26,11 @@ pytestmark = [pytest.mark.exact, pytest.mark.promise("ranks")]
 kinds = st.sampled_from(KINDS)
 
 
-def shared_out(data: st.DataObject, batch: Any, rows: int, world: int) -> list[list[Any]]:
+def shared_out(data, batch, rows, world):
     """The microbatches of every rank."""
     cuts = [data.draw(st.integers(0, rows)) for _ in range(world - 1)]
     bounds = [0, *sorted(cuts), rows]
-    shares: list[list[Any]] = []
+    shares = []
     for start, end in itertools.pairwise(bounds):
         share = optree.tree_map(lambda x: x[start:end], batch)  # noqa: B023
         sizes = data.draw(compositions(end - start, empty=True)) if end > start else []
@@ -39,14 +38,14 @@ def shared_out(data: st.DataObject, batch: Any, rows: int, world: int) -> list[l
     return shares
 
 
-def whole(share: list[Any], batch: Any) -> Any:
+def whole(share, batch):
     """The microbatches of a rank as one batch."""
     if not share:
         return optree.tree_map(lambda x: x[:0], batch)
     return optree.tree_map(lambda *x: torch.cat(x), *share)
 
 
-def in_every_rank(tree: Any) -> None:
+def in_every_rank(tree):
     """All ranks hold the same bits."""
     for leaf in optree.tree_leaves(tree, namespace="pureaccum"):
         of_all = [torch.empty_like(leaf) for _ in range(dist.get_world_size())]
@@ -109,7 +108,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
         "adamw": pa.adamw(0.5),
         "clipped": pa.chain(pa.clip_by_global_norm(2.0), pa.sgd(0.25, momentum=0.5)),
     }[optimizer]
-    knobs: Any = {
+    knobs = {
         "reduction": reduction(kind),
         "loss_scale": scale and pa.dynamic_loss_scale(scale, min_scale=2.0**-20),
         "engine": engine,
@@ -126,7 +125,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
     shares = shared_out(data, model.batch, model.rows, world)
     knobs |= {"group": dist.group.WORLD, "donate": donate}
 
-    def check(new: pa.TrainState, info: pa.StepInfo, microbatches: int) -> None:
+    def check(new, info, microbatches):
         assert_trees_bitwise_equal(new, want)
         assert_trees_bitwise_equal(info[1:3] + info[4:], seen[1:3] + seen[4:])
         assert info.microbatches == microbatches
@@ -160,7 +159,7 @@ def test_what_one_rank_sees_all_ranks_act_on(rank, world, data, bad, policy):
     rows = data.draw(st.integers(2, 8))
     x = torch.randint(-3, 4, (rows, 2), generator=generator(rows)).float()
     x[data.draw(st.integers(0, rows - 1))] = bad
-    knobs: Any = {"nonfinite": policy, "loss_scale": pa.dynamic_loss_scale(8.0), "reduction": "sum"}
+    knobs = {"nonfinite": policy, "loss_scale": pa.dynamic_loss_scale(8.0), "reduction": "sum"}
     alone = pa.make_step(lambda w, x: (w * x).sum(), pa.sgd(0.5), **knobs)
     shares = shared_out(data, x, rows, world)
     state = alone.init(w)
@@ -187,7 +186,7 @@ def test_masks_do_not_depend_on_the_ranks(rank, world, data, size, backwards):
     rows = data.draw(st.sampled_from([1, 2, 4, 8]))
     x = torch.randint(1, 9, (rows, 4), generator=generator(rows)).float()
 
-    def loss(w: Tensor, x: Tensor, keys: Tensor) -> Tensor:
+    def loss(w, x, keys):
         return (w * pa.dropout(x, 0.5, keys)).sum(1).mean()
 
     alone = pa.make_step(loss, pa.sgd(0.25), keys=True, microbatch_size=1)
@@ -219,7 +218,7 @@ def test_batch_norm_pools_over_ranks(rank, world, data, size):
     net.register_buffer("calls", torch.zeros(2))
     fn = pa.functional(net)
 
-    def loss(w: Tensor, x: Tensor, buffers: Any) -> Any:
+    def loss(w, x, buffers):
         out, new = fn.apply({}, buffers, x)
         return (w * out.relu()).mean(), new | {"calls": new["calls"] + 1}
 
@@ -227,7 +226,7 @@ def test_batch_norm_pools_over_ranks(rank, world, data, size):
     x = torch.randint(-8, 9, (world, rows, 3), generator=generator(rows)).double()
     empty = data.draw(st.booleans())  # the last half of the ranks have none
     given_rows = x[: world // 2] if empty else x
-    knobs: Any = {"buffers": "pooled", "microbatch_size": rows, "check": False}
+    knobs = {"buffers": "pooled", "microbatch_size": rows, "check": False}
     alone = pa.make_step(loss, pa.sgd(0.5), **knobs)
     w = torch.ones(3, dtype=torch.float64)
     want, _ = alone(alone.init(w, fn.buffers), given_rows.flatten(0, 1))
@@ -277,10 +276,10 @@ def test_the_noise_of_all_ranks_is_that_of_one(rank, world, data):
     x = torch.randint(-7, 8, (rows, 3), generator=generator(rows)).float()
     shares = shared_out(data, x, rows, world)
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
+    def loss(w, x):
         return (w * x).sum(1).mean() if len(x) else (w * x).sum()
 
-    def noise(group: Any, parts: list[Any]) -> Any:
+    def noise(group, parts):
         step = pa.make_step(loss, pa.sgd(0.5), noise=True, group=group)
         state = step.init(torch.ones(3))
         window = step.begin(state)
@@ -290,7 +289,7 @@ def test_the_noise_of_all_ranks_is_that_of_one(rank, world, data):
         assert_trees_bitwise_equal(step.apply(state, window)[1].noise, noise)  # nothing was used up
         return noise
 
-    def near(came: Any, want: Any) -> None:
+    def near(came, want):
         # sums of the same few numbers, in another order
         for a, b in zip(came, want, strict=True):
             assert torch.allclose(a, b, rtol=2.0**-40, atol=2.0**-40, equal_nan=True)
@@ -313,10 +312,10 @@ def test_a_compiled_step_of_all_ranks_is_that_of_one(rank, world, data, size, do
     rows = data.draw(st.sampled_from([2, 4, 8])) if data else 8
     x = torch.randint(1, 9, (rows, 4), generator=generator(rows)).float()
 
-    def loss(w: Tensor, x: Tensor, keys: Tensor) -> Any:
+    def loss(w, x, keys):
         return (w * pa.dropout(x, 0.5, keys)).sum(1).mean(), x[:, 0]
 
-    knobs: Any = {"keys": True, "has_aux": True, "loss_scale": pa.dynamic_loss_scale(8.0)}
+    knobs = {"keys": True, "has_aux": True, "loss_scale": pa.dynamic_loss_scale(8.0)}
     alone = pa.make_step(loss, pa.sgd(0.25), microbatch_size=1, **knobs)
     want, seen = alone(alone.init(torch.ones(4)), x)
 
@@ -349,13 +348,13 @@ def test_each_rank_finds_its_own_size(rank, world, data, budgets):
     rows = data.draw(st.sampled_from([2, 4, 8, 16])) if data else 16
     x = torch.randint(1, 9, (rows, 64), generator=generator(rows)).float()
 
-    def loss(w: Tensor, x: Tensor, keys: Tensor) -> Tensor:
+    def loss(w, x, keys):
         return (w * pa.dropout(x, 0.5, keys)).sum(1).mean()
 
     alone = pa.make_step(loss, pa.sgd(0.25), keys=True, microbatch_size=1)
     want, _ = alone(alone.init(torch.ones(64)), x)
     shares = shared_out(data, x, rows, world) if data else [[part] for part in x.split(8)]
-    knobs: Any = {"microbatch_size": "auto", "memory_budget": budgets[rank], "keys": True}
+    knobs = {"microbatch_size": "auto", "memory_budget": budgets[rank], "keys": True}
     step = pa.make_step(loss, pa.sgd(0.25), group=dist.group.WORLD, **knobs)
     new, info = step(step.init(torch.ones(64)), whole(shares[rank], x))
     assert_trees_bitwise_equal(new, want)

@@ -1,7 +1,6 @@
 """Windows merge, and a run that was interrupted in mid-window goes on with any number of ranks."""
 
 import functools
-from typing import Any
 
 import optree
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -22,24 +21,24 @@ W = torch.tensor([1.0, -2.0, 4.0])
 FN = pa.functional(nn.BatchNorm1d(3, affine=False, momentum=0.25, dtype=torch.float64))
 
 
-def rows(count: int, seed: int) -> Tensor:
+def rows(count, seed):
     return torch.randint(-7, 8, (count, 3), generator=generator(seed)).float()
 
 
-def plain(w: Tensor, x: Tensor) -> Tensor:
+def plain(w, x):
     return (w * x).sum(1).mean()
 
 
-def dropped(w: Tensor, x: Tensor, keys: Tensor) -> Tensor:
+def dropped(w, x, keys):
     return plain(w, pa.dropout(x, 0.5, keys))
 
 
-def normal(w: Tensor, x: Tensor, buffers: Any) -> Any:
+def normal(w, x, buffers):
     _, new = FN.apply({}, buffers, x.double())
     return (w * x).sum(), new
 
 
-KNOBS: dict[str, Any] = {
+KNOBS = {
     "plain": (plain, {}),
     "scaled": (plain, {"loss_scale": pa.dynamic_loss_scale(8.0)}),
     "keys": (dropped, {"keys": True}),
@@ -50,7 +49,7 @@ KNOBS: dict[str, Any] = {
 }
 
 
-def begun(kind: str) -> tuple[Any, pa.TrainState]:
+def begun(kind):
     loss, knobs = KNOBS[kind]
     step = pa.make_step(loss, pa.sgd(0.5), **knobs)
     return step, step.init(W, FN.buffers if "buffers" in knobs else None)
@@ -125,10 +124,10 @@ def test_windows_of_different_kinds_do_not_merge():
 
 
 BATCHES = [rows(16, seed).view(4, 4, 3) for seed in range(3)]  # of a step, each a share of 4 ranks
-COARSE: dict[str, Any] = {"keys": True, "loss_scale": pa.dynamic_loss_scale(8.0)}
+COARSE = {"keys": True, "loss_scale": pa.dynamic_loss_scale(8.0)}
 
 
-def resumed_on(count: int, rank: int, folder: str, group: Any, saved: int) -> Any:
+def resumed_on(count, rank, folder, group, saved):
     """The window goes on where it was, and another step follows."""
     step = pa.make_step(dropped, pa.adamw(0.25), group=group, **COARSE)
     like = {"state": step.init(W), "window": step.begin(step.init(W))}
@@ -145,12 +144,12 @@ def resumed_on(count: int, rank: int, folder: str, group: Any, saved: int) -> An
     return state, step(state, mine)[0]
 
 
-def interrupted(folder: str, saved: int, rank: int, world: int) -> None:
+def interrupted(folder, saved, rank, world):
     """Saved on some of four ranks, or all; resumed on 1, 2, 3 and 4 of them."""
     groups = [dist.new_group(range(count)) for count in (saved, 1, 2, 3, 4)]
     path = f"{folder}/on {saved}"
     each = 4 // saved
-    want: Any = None
+    want = None
     if rank < saved:
         step = pa.make_step(dropped, pa.adamw(0.25), group=groups[0], **COARSE)
         mine = slice(each * rank, each * rank + each)
