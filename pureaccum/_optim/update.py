@@ -166,8 +166,7 @@ class Method(NamedTuple):
         lr: The learning rate; one that is a number becomes part of the state.
         state: The class of the state: steps, learning rate and trees.
         trees: The names of the trees that are kept; others are ``()``.
-        owner: What errors call the optimizer.
-        settings: Its other arguments, as torch calls them.
+        owner, settings: What errors call the optimizer; its other arguments, as torch calls them.
         runs: ``runs(step, rate)``: whether the kernel runs without waiting for a device.
     """
 
@@ -214,11 +213,12 @@ def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
 
 def _begin(method: Method, state: Any, params: Flat) -> Ready:
     """A step of a method before it is taken."""
-    trees = [tree_leaves(getattr(state, name)) for name in method.trees]
     rate = state.lr if isinstance(method.lr, float) else rate_at(method.lr, state.steps)
     if transform_active():  # a graph moves it once, and not for every dtype
         rate = moved(rate, params[0][0].device)
-    return Ready(is_sound(rate, params[0]), _Begun(method, state, params, trees, rate).take)
+    trees = [tree_leaves(getattr(state, name)) for name in method.trees]
+    begun = _Begun(method=method, state=state, params=params, trees=trees, rate=rate)
+    return Ready(sound=is_sound(rate, params[0]), apply=begun.take)
 
 
 class _Begun(NamedTuple):

@@ -165,7 +165,8 @@ def sampled(
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
     def noted(call: SampleLoss) -> Iterator[Chunk]:
-        for chunk in _chunks(Task(call, leaves, spec, parts, how), batch, known):
+        task = Task(call=call, leaves=leaves, spec=spec, parts=parts, how=how)
+        for chunk in _chunks(task, batch, known):
             beside.append((chunk.aux, chunk.metrics))
             yield chunk
 

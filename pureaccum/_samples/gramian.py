@@ -93,7 +93,9 @@ def gramian(
         torch.func
     """
     mapped = Mapped(keep_batch_dim, randomness="error")
-    how = with_factors(check_sampling(Sampling(chunk_size, mapped, engine)))
+    how = with_factors(
+        check_sampling(Sampling(chunk_size=chunk_size, mapped=mapped, engine=engine))
+    )
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
     alone, known = not isinstance(argnums, tuple), known_of(func)

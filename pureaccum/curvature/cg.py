@@ -113,7 +113,9 @@ def cg(  # noqa: D417
     """
     damping = check_number(damping, "damping")
     rtol, atol = check_number(rtol, "rtol"), check_number(atol, "atol")
-    system = _System(product, preconditioner, damping, rtol, atol)
+    system = _System(
+        product=product, preconditioner=preconditioner, damping=damping, rtol=rtol, atol=atol
+    )
     return CG(system.init, system.update, system.run)
 
 

@@ -47,7 +47,7 @@ from .._core.transforms import grad_and_value
 from .._core.writes import Given, Known, known_of, knows, remember, unguarded
 
 
-class Over(NamedTuple):
+class Summation(NamedTuple):
     """Over what gradients are summed: the options that all products share."""
 
     batch_argnums: int | tuple[int, ...]
@@ -57,7 +57,7 @@ class Over(NamedTuple):
     group: Any = None
 
 
-def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Over) -> Any:
+def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Summation) -> Any:
     """The gradients of what ``func`` gives, and its value, over a batch, a stream, or ranks."""
     at = check_argnums(over.batch_argnums, "batch_argnums")
     for i in at:
@@ -85,7 +85,7 @@ def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Over) -
 
 
 def _over_parts(
-    func: Callable[..., Any], wrt: tuple[int, ...], at: tuple[int, ...], over: Over, knobs: Any
+    func: Callable[..., Any], wrt: tuple[int, ...], at: tuple[int, ...], over: Summation, knobs: Any
 ) -> Callable[..., Any]:
     """The same of what no call has as a whole: by an accumulator, microbatch by microbatch."""
     size, group = over.microbatch_size, over.group
@@ -251,7 +251,7 @@ def _misses(
     def number(*args: Any) -> Tensor:
         return read(along(*args), False)[0].total
 
-    whole = gradients_over(number, (0,), Over(batch_argnums, reduction="sum"))
+    whole = gradients_over(number, (0,), Summation(batch_argnums=batch_argnums, reduction="sum"))
 
     def few(args: Sequence[Any]) -> list[Any]:
         at = [i - 1 for i in positions(check_argnums(batch_argnums, ""), count + 1, "")]

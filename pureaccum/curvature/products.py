@@ -23,7 +23,7 @@ from .._base.trees import Tree, accumulation_dtype, continuous, flatten, unflatt
 from .._core.loss import Reduction, Weighted, read, sane
 from .._core.weights import quotient
 from .derivatives import Pushing, constants, gradient, inner
-from .passes import Over, compared, gradients_over, nan_of_nothing, noting, with_history_of
+from .passes import Summation, compared, gradients_over, nan_of_nothing, noting, with_history_of
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -89,7 +89,13 @@ def hvp(
         total, grads, weight = gradient(loss, leaves)
         return _standing_for(total, weight, inner(grads, flatten(v)[0]))
 
-    over = Over(batch_argnums, microbatch_size, reduction, stream, group)
+    over = Summation(
+        batch_argnums=batch_argnums,
+        microbatch_size=microbatch_size,
+        reduction=reduction,
+        stream=stream,
+        group=group,
+    )
     both = gradients_over(along, (0, -1), over)
     alone = gradients_over(func, (0,), over)
 
@@ -183,7 +189,13 @@ def ggnvp(  # noqa: D417
         _, bent, (total, weight) = gradient(along_moved, fixed)
         return _standing_for(total, weight, inner(constants(bent, again), its))
 
-    over = Over(batch_argnums, microbatch_size, reduction, stream, group)
+    over = Summation(
+        batch_argnums=batch_argnums,
+        microbatch_size=microbatch_size,
+        reduction=reduction,
+        stream=stream,
+        group=group,
+    )
     product = _of_constants(forward, along, over)
     return compared(product, along, forward, loss, batch_argnums, check)
 
@@ -261,12 +273,18 @@ def fisher_vp(  # noqa: D417
             return number
         return _standing_for(fixed.sum(dtype=wide), weight, number)
 
-    over = Over(batch_argnums, microbatch_size, reduction, stream, group)
+    over = Summation(
+        batch_argnums=batch_argnums,
+        microbatch_size=microbatch_size,
+        reduction=reduction,
+        stream=stream,
+        group=group,
+    )
     product = _of_constants(losses, along, over)
     return compared(product, along, losses, _half_of_squares, batch_argnums, check)
 
 
-def _of_constants(func: Callable[..., Any], along: Callable[..., Any], over: Over) -> Product:
+def _of_constants(func: Callable[..., Any], along: Callable[..., Any], over: Summation) -> Product:
     """A product whose constants come of params that are given again where a transform is around."""
     summed = gradients_over(along, (0,), over)
 
