@@ -1,9 +1,7 @@
-"""What ``lbfgs`` and ``sam`` cannot work with is refused by name, and where nothing can be done.
-
-Functions that give something else than gradients and a value: see optim/test_closures.py.
-"""
+"""What ``lbfgs`` and ``sam`` cannot work with is refused by name, and where nothing can be done."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -26,92 +24,103 @@ def of_batch(params):
     return fn(params, BATCH)
 
 
-# Settings ----------------------------------------------------------------------------------------
-
-
-SETTINGS = {
-    "lr below zero": (pa.lbfgs, {"lr": -0.1}, ValueError, "lr is -0.1"),
-    "lr no number": (pa.lbfgs, {"lr": "fast"}, TypeError, "lr is 'fast', a str"),
-    "no iterations": (pa.lbfgs, {"max_iter": 0}, ValueError, "max_iter is 0; expected an int of"),
-    "half an iteration": (pa.lbfgs, {"max_iter": 0.5}, TypeError, "max_iter is 0.5, a float"),
-    "no evaluation": (pa.lbfgs, {"max_eval": 0}, ValueError, "max_eval is 0; expected an int of"),
-    "no history": (pa.lbfgs, {"history_size": 0}, ValueError, "history_size is 0"),
-    "tolerance": (pa.lbfgs, {"tolerance_grad": -1.0}, ValueError, "tolerance_grad is -1.0"),
-    "NaN": (pa.lbfgs, {"tolerance_change": math.nan}, ValueError, "tolerance_change is nan"),
-    "another search": (
-        pa.lbfgs,
-        {"line_search_fn": "armijo"},
-        ValueError,
-        "line_search_fn is 'armijo'; expected 'strong_wolfe' or None",
-    ),
-    "radius below zero": (pa.sam, {"optimizer": pa.sgd(), "rho": -1}, ValueError, "rho is -1.0"),
-    "radius": (pa.sam, {"optimizer": pa.sgd(), "rho": None}, TypeError, "rho is None, a NoneType"),
-    "torch's": (pa.sam, {"optimizer": torch.optim.SGD}, TypeError, "expected pureaccum's sgd"),
-}
-
-
-@pytest.mark.parametrize(("make", "given", "error", "words"), SETTINGS.values(), ids=SETTINGS)
-def test_settings_that_make_no_sense_are_refused(make, given, error, words):
-    with refused(error, words):
-        make(**given)
-
-
-def test_a_rate_that_no_parameter_can_hold_is_refused():
-    with refused(ValueError, "lr is 1e+300, which params['b'] in torch.float32 cannot hold"):
-        pa.lbfgs(1e300).init(PARAMS)
-
-
-def test_torch_s_own_class_leads_to_ours():
-    with refused(ValueError, "LBFGS cannot be turned", "a closure", "lbfgs takes a function"):
-        pa.from_torch(torch.optim.LBFGS)
-
-
-# States ------------------------------------------------------------------------------------------
-
-
-def test_states_of_other_params_and_settings_are_refused_before_any_evaluation():
-    opt, func = MINIMIZERS["lbfgs"], Loss(of_batch)
-    double = {name: x.double() for name, x in PARAMS.items()}
-    others = {
-        "state.move is 2 numbers in torch.float32 on cpu; these params have 3": opt.init(
-            {"w": PARAMS["w"]}
+def settings():
+    """What is called, and what the error has to say."""
+    for error, words, knobs in (
+        (ValueError, "lr is -0.1", {"lr": -0.1}),
+        (TypeError, "lr is 'fast', a str", {"lr": "fast"}),
+        (ValueError, "max_iter is 0; expected an int of", {"max_iter": 0}),
+        (TypeError, "max_iter is 0.5, a float", {"max_iter": 0.5}),
+        (ValueError, "max_eval is 0; expected an int of", {"max_eval": 0}),
+        (ValueError, "history_size is 0", {"history_size": 0}),
+        (ValueError, "tolerance_grad is -1.0", {"tolerance_grad": -1.0}),
+        (ValueError, "tolerance_change is nan", {"tolerance_change": math.nan}),
+        (
+            ValueError,
+            "line_search_fn is 'armijo'; expected 'strong_wolfe' or None",
+            {"line_search_fn": "armijo"},
         ),
-        "state.move is 3 numbers in torch.float64": opt.init(double),
-        "state remembers 4 moves": pa.lbfgs(history_size=4).init(PARAMS),
-        "state.lr is ()": pa.lbfgs(torch.tensor(1.0)).init(PARAMS),
-    }
-    for words, state in others.items():
-        with refused(ValueError, words, given=(state, PARAMS), loss=func):
-            opt.apply(func, state, PARAMS, donate=True)
-    momentum = pa.sam(pa.sgd(0.1, momentum=0.9)).init({"w": PARAMS["w"]})
-    with refused(ValueError, "state.optimizer.momentum", "'b'", loss=func):
-        pa.sam(pa.sgd(0.1, momentum=0.9)).apply(func, momentum, PARAMS)
+    ):
+        yield partial(pa.lbfgs, **knobs), error, (words,)
+    yield partial(pa.sam, pa.sgd(), rho=-1), ValueError, ("rho is -1.0",)
+    yield partial(pa.sam, pa.sgd(), rho=None), TypeError, ("rho is None, a NoneType",)
+    yield partial(pa.sam, torch.optim.SGD), TypeError, ("expected pureaccum's sgd",)
+    words = ("lr is 1e+300, which params['b'] in torch.float32 cannot hold",)
+    yield partial(pa.lbfgs(1e300).init, PARAMS), ValueError, words
+    words = ("LBFGS cannot be turned", "a closure", "lbfgs takes a function")
+    yield partial(pa.from_torch, torch.optim.LBFGS), ValueError, words
+
+
+def functions():
+    """Functions that give something else than gradients and a value."""
+    grads, value = of_batch(PARAMS)
+    for came, error, *words in (
+        (grads, TypeError, "func returned a dict", "(grads, value)"),
+        ((grads, value, value), TypeError, "func returned 3 things"),
+        (({"w": grads["w"]}, value), ValueError, "the grads of func['b'] is missing", "this order"),
+        ((grads | {"b": torch.ones(1)}, value), ValueError, "func['b'] has shape (1,)"),
+        ((grads, torch.ones(2)), ValueError, "the value of func has shape (2,)", "one real number"),
+        ((grads, (value, 1)), TypeError, "the value of func is a tuple", "aux"),
+        ((grads, torch.tensor(1j)), ValueError, "torch.complex64"),
+        ((grads, True), TypeError, "the value of func is a bool"),
+        ((grads, None), TypeError, "the value of func is a NoneType"),
+        (
+            (grads | {"w": grads["w"] + 0j}, 1.0),
+            TypeError,
+            "func['w'] is torch.complex64",
+            "float32",
+        ),
+        (
+            (grads | {"w": 1.0}, 1.0),
+            TypeError,
+            "the grads of func['w'] is a float; expected a tensor",
+        ),
+    ):
+        for opt in MINIMIZERS.values():
+            run = partial(opt.apply, lambda params, came=came: came, opt.init(PARAMS), PARAMS)
+            yield run, error, words
     for name, opt in MINIMIZERS.items():
-        other = next(it for key, it in MINIMIZERS.items() if key != name).init(PARAMS)
-        with refused(TypeError, f"state is a {type(other).__name__}; {name} expects", loss=func):
-            opt.apply(func, other, PARAMS)
+        words = (f"func is a dict; {name} expects a function of the parameters",)
+        yield partial(opt.apply, grads, opt.init(PARAMS), PARAMS), TypeError, words
 
 
-# Functions ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("run", "error", "words"), [*settings(), *functions()])
+def test_what_cannot_be_minimised_is_refused(run, error, words):
+    with refused(error, *words, given=PARAMS):
+        run()
 
 
 @BOTH
-def test_numbers_that_no_loss_can_be_are_refused(name):
-    opt = MINIMIZERS[name]
-    for value, error, words in (
-        (torch.tensor(1j), ValueError, "torch.complex64"),
-        (True, TypeError, "the value of func is a bool"),
-        (None, TypeError, "the value of func is a NoneType"),
-    ):
-        with refused(error, words, given=PARAMS):
-            opt.apply(lambda p, value=value: (p, value), opt.init(PARAMS), PARAMS)
-    weighted = pa.Weighted(torch.ones(()), torch.ones(()))
-    with pytest.raises(TypeError, match=r"is a Weighted; .* in this order\.$"):  # and no aux
+def test_a_value_that_is_a_record_is_not_taken_for_one_with_aux(name):
+    opt, weighted = MINIMIZERS[name], pa.Weighted(torch.ones(()), torch.ones(()))
+    with pytest.raises(TypeError, match=r"is a Weighted; .* in this order\.$"):
         opt.apply(lambda p: (p, weighted), opt.init(PARAMS), PARAMS)
-    with refused(TypeError, "the grads of func['w'] is torch.complex64", "torch.float32"):
-        opt.apply(lambda p: (p | {"w": p["w"] + 0j}, 1.0), opt.init(PARAMS), PARAMS)
-    with refused(TypeError, "the grads of func['w'] is a float; expected a tensor"):
-        opt.apply(lambda p: (p | {"w": 1.0}, 1.0), opt.init(PARAMS), PARAMS)
+
+
+def misfits():
+    """States of other params and settings."""
+    lbfgs, sam, momentum = *MINIMIZERS.values(), pa.sam(pa.sgd(0.1, momentum=0.9))
+    less, double = {"w": PARAMS["w"]}, {name: x.double() for name, x in PARAMS.items()}
+    words = "state.move is 2 numbers in torch.float32 on cpu; these params have 3"
+    yield lbfgs, lbfgs.init(less), ValueError, words
+    yield lbfgs, lbfgs.init(double), ValueError, "state.move is 3 numbers in torch.float64"
+    yield lbfgs, pa.lbfgs(history_size=4).init(PARAMS), ValueError, "state remembers 4 moves"
+    yield lbfgs, pa.lbfgs(torch.tensor(1.0)).init(PARAMS), ValueError, "state.lr is ()"
+    yield momentum, momentum.init(less), ValueError, "state.optimizer.momentum", "'b'"
+    yield lbfgs, sam.init(PARAMS), TypeError, "state is a SAMState; lbfgs expects"
+    yield sam, lbfgs.init(PARAMS), TypeError, "state is a LBFGSState; sam expects"
+    for opt in (lbfgs, sam):
+        yield opt, pa.sgd(0.1).init(PARAMS), TypeError, "state is a SGDState", "State"
+
+
+def test_states_that_do_not_fit_are_refused_before_any_evaluation():
+    func = Loss(of_batch)
+    for opt, state, error, *words in misfits():
+        with refused(error, *words, given=(state, PARAMS), loss=func):
+            opt.apply(func, state, PARAMS, donate=True)
+
+
+# What a function may give ------------------------------------------------------------------------
 
 
 @BOTH

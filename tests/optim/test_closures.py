@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.func import grad, vmap
 
 import pureaccum as pa
@@ -19,27 +18,20 @@ from pureaccum._base.trees import tree_leaves
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
 from tests.draws import examples, generator
 from tests.ranks import on_ranks
-from tests.refusals import refused, saying
+from tests.refusals import refused
 
 
 pytestmark = pytest.mark.exact
 ROOT_OF_UNIT = 2.0**-26.5
-ROWS = 12
-Tree = dict[str, Tensor]
 
 
-def make_params(seed=0):
+def randn(seed, **shapes):
     random = generator(seed)
-    shapes = {"w1": (3, 5), "b": (5,), "w2": (5, 2), "s": ()}
     return {n: torch.randn(x, generator=random, dtype=torch.float64) for n, x in shapes.items()}
 
 
-def make_batch(seed=0):
-    random = generator(seed + 100)
-    return {
-        "x": torch.randn(ROWS, 3, generator=random, dtype=torch.float64),
-        "y": torch.randn(ROWS, 2, generator=random, dtype=torch.float64),
-    }
+def make_params(seed=0):
+    return randn(seed, w1=(3, 5), b=(5,), w2=(5, 2), s=())
 
 
 def loss(params, batch):
@@ -47,7 +39,7 @@ def loss(params, batch):
     return ((hidden @ params["w2"] * params["s"] - batch["y"]) ** 2).mean()
 
 
-BATCH = make_batch()
+BATCH = randn(100, x=(12, 3), y=(12, 2))
 fn = pa.grad_and_value(loss, microbatch_size=5, engine="auto")
 
 
@@ -139,34 +131,6 @@ def test_what_is_not_finite_is_not_applied(make, what, number):
     goes_on, _ = opt.apply(of_batch, later, new)
     want, _ = opt.apply(of_batch, state, params)
     assert_trees_bitwise_equal(goes_on, want)
-
-
-@pytest.mark.parametrize("make", [pa.lbfgs, lambda: pa.sam(pa.sgd(0.1))], ids=["lbfgs", "sam"])
-def test_errors_name_what_came(make):
-    opt, params = make(), make_params()
-    state = opt.init(params)
-    grads, value = of_batch(params)
-
-    def run(*came):
-        with unchanged((state, params)):
-            return opt.apply(lambda params: came[0] if len(came) == 1 else came, state, params)
-
-    with saying(TypeError, "func is a dict", "a function of the parameters"):
-        opt.apply(grads, state, params)
-    with saying(TypeError, "func returned a dict", "(grads, value)"):
-        run(grads)
-    with saying(TypeError, "func returned 3 things"):
-        run(grads, value, value)
-    with saying(ValueError, "the grads of func['b'] is missing", "in this order"):
-        run({"w1": grads["w1"]}, value)
-    with saying(ValueError, "the grads of func['s'] has shape (1,)"):
-        run(grads | {"s": grads["s"][None]}, value)
-    with saying(ValueError, "the value of func has shape (2,)", "one real number"):
-        run(grads, torch.stack([value, value]))
-    with saying(TypeError, "the value of func is a tuple", "aux"):
-        run(grads, (value, 1))
-    with saying(TypeError, "state is a SGDState", "State"):
-        opt.apply(of_batch, pa.sgd(0.1).init(params), params)
 
 
 # L-BFGS ----------------------------------------------------------------------------------------

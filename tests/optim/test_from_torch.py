@@ -109,8 +109,19 @@ def make_tree(cls, random):
     return {"z": first, "a": rest}
 
 
-def column(state, i):
-    return state.per_leaf[i]
+def beside(cls, seed, **settings):
+    """Ours and the class, with parameters, a state, and what gradients are drawn from."""
+    random = generator(seed)
+    params = make_tree(cls, random)
+    opt, their = pa.from_torch(cls, **settings), Torchs(cls, params, **settings)
+    return opt, their, clones(params), opt.init(params), random
+
+
+def as_taken(cls, grads):
+    """SparseAdam takes sparse gradients alone; ours converts dense ones."""
+    if cls is torch.optim.SparseAdam:
+        return optree.tree_map(lambda g: g.to_sparse(1), grads)
+    return grads
 
 
 def assert_same_state(state, their):
@@ -147,19 +158,12 @@ def assert_held(got, want):
 @examples(1 / 4)
 @given(st.booleans(), seeds())
 def test_it_has_the_bits_of_the_class(cls, settings, donate, seed):
-    random = generator(seed)
-    params = make_tree(cls, random)
-    opt, their = pa.from_torch(cls, **settings), Torchs(cls, params, **settings)
-    params = clones(params)
-    state = opt.init(params)
+    opt, their, params, state, random = beside(cls, seed, **settings)
     for n in range(STEPS):
         grads = make_tree(cls, random)
-        if cls is torch.optim.SparseAdam:
-            sparse = optree.tree_map(lambda g: g.to_sparse(1), grads)
-            grads = sparse if n % 2 else grads  # those that are dense are converted
-            their.step(sparse)
-        else:
-            their.step(grads)
+        taken = as_taken(cls, grads)
+        their.step(taken)
+        grads = taken if n % 2 else grads
         before = clones(grads)
         params, state = opt.apply(grads, state, params, donate=donate)
         if cls is not torch.optim.SparseAdam:
@@ -187,17 +191,13 @@ def test_sparse_gradients_reach_the_class_as_they_are(settings):
     "cls", [cls for name, cls in CLASSES.items() if name != "LBFGS"] + [Wandering]
 )
 def test_a_schedule_is_a_new_rate_in_each_step(cls):
-    random = generator(3)
     schedule = pa.join_schedules([pa.linear_warmup(0.1, 2, 0.01), pa.cosine_decay(0.1, 3)], [3])
-    params = make_tree(cls, random)
-    opt, their = pa.from_torch(cls, lr=schedule), Torchs(cls, params, lr=0.01)
-    params = clones(params)
+    _, their, params, _, random = beside(cls, 3, lr=0.01)
+    opt = pa.from_torch(cls, lr=schedule)
     state = opt.init(params)
     assert "lr" not in state.group
     for n in range(6):
-        grads = make_tree(cls, random)
-        if cls is torch.optim.SparseAdam:
-            grads = optree.tree_map(lambda g: g.to_sparse(1), grads)
+        grads = as_taken(cls, make_tree(cls, random))
         params, state = opt.apply(grads, state, params, donate=n % 2 == 1)
         their.step(grads, schedule(torch.tensor(n)).item())
         their.assert_same_params(params)
@@ -206,28 +206,18 @@ def test_a_schedule_is_a_new_rate_in_each_step(cls):
 # Steps that are not applied, saved states -----------------------------------------------
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize(("cls", "settings"), CASES)
-def test_steps_that_are_not_applied_leave_no_trace(cls, settings):
+def test_steps_that_are_not_applied_leave_no_trace(cls, settings, donate):
     """The first among them; what is not applied may hold NaN."""
-    for donate in (False, True):
-        check_not_applied(cls, settings, donate)
-
-
-def check_not_applied(cls, settings, donate):
-    random = generator(5)
-    params = make_tree(cls, random)
-    opt, their = pa.from_torch(cls, **settings), Torchs(cls, params, **settings)
-    params = clones(params)
-    state = opt.init(params)
+    opt, their, params, state, random = beside(cls, 5, **settings)
     for applied in (False, False, True, False, True, True):
         grads = make_tree(cls, random)
         if not applied:
             before = clones((params, state))
             grads = optree.tree_map(lambda g: g * math.nan, grads)
-        elif cls is torch.optim.SparseAdam:
-            their.step(optree.tree_map(lambda g: g.to_sparse(1), grads))
         else:
-            their.step(grads)
+            their.step(as_taken(cls, grads))
         flag = torch.tensor(applied)
         params, state = opt.apply(grads, state, params, applied=flag, donate=donate)
         if not applied:
@@ -239,10 +229,7 @@ def check_not_applied(cls, settings, donate):
 @pytest.mark.parametrize(("cls", "settings"), CASES)
 def test_a_saved_state_goes_on_in_a_new_process(cls, settings):
     """Its leaves through a file, its structure from ``init``, and an object that never stepped."""
-    random = generator(7)
-    params = make_tree(cls, random)
-    opt = pa.from_torch(cls, **settings)
-    state = opt.init(params)
+    opt, _, params, state, random = beside(cls, 7, **settings)
     for _ in range(3):
         params, state = opt.apply(make_tree(cls, random), state, params)
     file = io.BytesIO()
@@ -324,26 +311,22 @@ def test_a_number_in_the_group_can_be_replaced():
 # Refusals -------------------------------------------------------------------------------
 
 
-def test_a_class_that_needs_a_closure_is_refused():
+def test_only_classes_that_need_a_closure_are_refused():
     with refused(ValueError, "LBFGS cannot", "closure", "line search"):
         pa.from_torch(torch.optim.LBFGS)
-
-
-def test_only_classes_that_need_a_closure_are_refused():
     for name, cls in CLASSES.items():
         if name != "LBFGS":
             pa.from_torch(cls)
 
 
-@pytest.mark.parametrize("what", [None, "Adam", torch.nn.Linear, pa.adam])
+THING = torch.optim.Adam([torch.ones(1)])
+
+
+@pytest.mark.parametrize("what", [None, "Adam", torch.nn.Linear, pa.adam, THING])
 def test_what_is_no_class_is_refused(what):
-    with refused(TypeError, f"from_torch got {what!r}", "from_torch(torch.optim.RMSprop"):
+    words = (f"from_torch got {what!r}", "expected a class", "from_torch(torch.optim.RMSprop")
+    with refused(TypeError, *words):
         pa.from_torch(what)
-
-
-def test_an_object_in_place_of_its_class_is_refused():
-    with refused(TypeError, "from_torch got", "expected a class"):
-        pa.from_torch(torch.optim.Adam([torch.ones(1)]))
 
 
 SENTENCE = ("from_torch(Adagrad)", "cannot run under a torch.func transform, torch.compile")

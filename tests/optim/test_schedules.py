@@ -50,11 +50,28 @@ def assert_close(got, want):
 # Beside torch ---------------------------------------------------------------------------
 
 
-@given(rates, lengths, st.floats(0.001, 1.0))
-def test_linear_warmup_is_that_of_torch(peak, steps, factor):
-    counts = steps + 3
-    want = theirs(peak, counts, lambda o: torchs.LinearLR(o, factor, total_iters=steps))
-    assert_close(ours(pa.linear_warmup(peak, steps, start=peak * factor), counts), want)
+AT = st.sets(st.integers(1, 40), max_size=5).map(sorted)
+FACTORS = st.floats(0.0, 1.5)
+BESIDE = {  # arguments; ours, and the scheduler, made of a rate and of those; how many counts
+    "linear_warmup": (
+        st.tuples(lengths, st.floats(0.001, 1.0)),
+        lambda lr, steps, factor: pa.linear_warmup(lr, steps, start=lr * factor),
+        lambda o, steps, factor: torchs.LinearLR(o, factor, total_iters=steps),
+        43,
+    ),
+    "step_decay": (st.tuples(lengths, FACTORS), pa.step_decay, torchs.StepLR, 100),
+    "step_decay at": (st.tuples(AT, FACTORS), pa.step_decay, torchs.MultiStepLR, 45),
+    "exponential_decay": (st.tuples(FACTORS), pa.exponential_decay, torchs.ExponentialLR, 60),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@given(rates, st.data())
+def test_a_schedule_is_that_of_torch(name, peak, data):
+    args, make, scheduler, counts = BESIDE[name]
+    args = data.draw(args)
+    want = theirs(peak, counts, lambda o: scheduler(o, *args))
+    assert_close(ours(make(peak, *args), counts), want)
 
 
 @given(rates, lengths, st.floats(0.0, 0.9))
@@ -90,24 +107,6 @@ def test_joined_schedules_are_those_of_torch(peak, steps, more):
     )
     counts = up + down + more
     assert_close(ours(schedule, counts), theirs(peak, counts, sequence))
-
-
-@given(rates, lengths, st.floats(0.0, 1.5))
-def test_step_decay_is_that_of_torch(peak, steps, factor):
-    want = theirs(peak, 100, lambda o: torchs.StepLR(o, steps, factor))
-    assert_close(ours(pa.step_decay(peak, steps, factor), 100), want)
-
-
-@given(rates, st.sets(st.integers(1, 40), max_size=5).map(sorted), st.floats(0.0, 1.5))
-def test_step_decay_at_counts_is_that_of_torch(peak, at, factor):
-    want = theirs(peak, 45, lambda o: torchs.MultiStepLR(o, at, factor))
-    assert_close(ours(pa.step_decay(peak, at, factor), 45), want)
-
-
-@given(rates, st.floats(0.0, 1.5))
-def test_exponential_decay_is_that_of_torch(peak, factor):
-    want = theirs(peak, 60, lambda o: torchs.ExponentialLR(o, factor))
-    assert_close(ours(pa.exponential_decay(peak, factor), 60), want)
 
 
 @given(
