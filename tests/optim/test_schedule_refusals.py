@@ -69,7 +69,11 @@ def decays():
         ([0, 2], ValueError, ("steps[0] is 0", "expected a positive int")),
         ([2, 3.0], TypeError, ("steps[1] is",)),
         ("23", TypeError, ("steps[0] is",)),
-        (torch.tensor([2, 3]), TypeError, ("steps is a tensor of shape (2,)", "several of them")),
+        (
+            torch.tensor([2, 3]),
+            TypeError,
+            ("steps is a tensor of shape (2,)", "several of them in a list"),
+        ),
     ):
         yield partial(pa.step_decay, 0.1, steps), error, words
     words = ("end is 10.0, above peak=0.1", "a rate, and not a count")
