@@ -1,4 +1,4 @@
-"""What the package knows of DTensors; of batches whose rows lie on several ranks, sharded_rows.
+"""What the package knows of DTensors, but for batches of them: see sharded_rows.
 
 Every rank of a mesh holds its own part of such a tensor:
 

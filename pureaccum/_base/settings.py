@@ -1,9 +1,10 @@
 """What optimizers, schedules and loss scales were made with, so that ranks can compare it.
 
-    @records               over a maker: what it returns remembers its name and arguments
-    settings_of(it, name)   those, and of what was made by other makers among them
+    @records                 on a maker: what it returns remembers the maker's name and arguments
+    settings_of(it, name)    these, and those of whatever other makers made among them
 
-A function of the user's own counts by its name alone: what it closes over may differ between ranks.
+A function of the user's own counts by its name, and a partial by what it binds, too. What such a
+function closes over may differ between ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 
 def records(maker: Maker) -> Maker:
-    """A maker, whose results note_maker what they were made with."""
+    """A maker whose results remember what they were made with."""
     form = signature(maker)
 
     @wraps(maker)
@@ -58,7 +59,8 @@ def _read(thing: Any, name: str) -> Iterator[tuple[str, str]]:
     elif isinstance(thing, (tuple, list)) and not all(map(_is_plain, thing)):
         parts = {f"[{i}]": value for i, value in enumerate(thing)}
     elif isinstance(thing, partial):
-        parts = {"": thing.func}
+        parts = {"": thing.func, **{f"[{i}]": value for i, value in enumerate(thing.args)}}
+        parts |= {f".{key}": value for key, value in thing.keywords.items()}
     elif not isinstance(thing, torch.device):  # ranks have devices of their own
         yield name, _said(thing)
     for key, value in parts.items():

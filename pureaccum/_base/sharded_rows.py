@@ -1,8 +1,7 @@
 """Batches whose rows lie on several ranks, as DTensors.
 
-Such a batch is cut by each rank where it is: microbatch i is part i of
-every rank's rows. Nothing is communicated. Other rows come together than in a plain batch, which no
-sum over rows can tell.
+Each rank cuts its own rows, where they are: microbatch i is part i of every rank's rows. Nothing is
+communicated. Other rows come together than in a plain batch, which changes no sum over rows.
 """
 
 from collections.abc import Callable, Sequence

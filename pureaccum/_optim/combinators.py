@@ -254,7 +254,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
         return new
 
     made = optimizer_of(partial(optimizer.init), lambda state, params, root: begin)
-    note_maker(made, plain.__qualname__, {})
+    note_maker(made, type(optimizer).__qualname__, {"apply": plain})
     return made
 
 

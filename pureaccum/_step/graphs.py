@@ -103,10 +103,8 @@ def whole_step(plan: Plan, state: TrainState, batch: Arranged) -> tuple[TrainSta
         if batch.several == 1:
             # Traced to see what is kept, and because no scan enters a mode of torch's that was
             # never entered outside. The compiler drops what nobody uses.
-            more, (_, like) = (
-                one,
-                one(window, tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch.groups)),
-            )
+            part = tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch.groups)
+            more, (_, like) = one, one(window, part)
         window, seen = scanned(more, window, batch.groups, like)
         aux = reduced_aux(plan, aux, seen, size_of(plan) or 1, stacked=True)
     if batch.group is not None:

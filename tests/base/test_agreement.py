@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 
 import optree
 import pytest
@@ -22,9 +23,7 @@ from pureaccum._base.settings import settings_of
 from tests.states import STATES
 
 
-pytestmark = [
-    pytest.mark.laws,
-]
+pytestmark = pytest.mark.laws
 HERE = torch.device("cpu")
 trees = {name: make() for name, make in STATES.items()}
 
@@ -172,11 +171,36 @@ class Plain:
     def apply(self, grads, state, params):
         return params, state
 
+    def __call__(self, *given):
+        return self.apply(*given)
+
 
 def test_a_user_s_optimizer_counts_by_its_name():
     step = pa.make_step(lambda w, x: (w * x).mean(), Plain())
     found = settings_of(step.begin.args[0].optimizer, "optimizer")
-    assert found == {"optimizer": "Plain.apply"}
+    assert found["optimizer"] == "Plain"
+    assert found["optimizer.apply"].endswith("test_agreement.Plain.apply")
+
+
+def test_what_a_partial_of_a_user_binds_is_compared():
+    rates = [settings_of(pa.sgd(partial(decayed, by, start=1.0)), "optimizer") for by in (0.5, 2.0)]
+    assert [found["optimizer.lr[0]"] for found in rates] == ["0.5", "2.0"]
+    assert rates[0]["optimizer.lr"].endswith("test_agreement.decayed")
+    assert rates[0]["optimizer.lr.start"] == "1.0"
+
+
+def decayed(by, count, start):
+    return start / (1 + by * count)
+
+
+@pytest.mark.parametrize("apply", [partial(Plain.apply, None), Plain()], ids=["partial", "object"])
+def test_an_apply_without_a_name_is_one_too(apply):
+    """As those are that a user has bound, or written as a class."""
+    optimizer = SimpleNamespace(init=lambda params: (), apply=apply)
+    step = pa.make_step(lambda w, x: (w * x).mean(), optimizer, check=False)
+    state, info = step(step.init(torch.tensor(3.0)), torch.ones(2))
+    assert (state.params.item(), info.applied.item()) == (3.0, True)
+    assert "optimizer.apply" in settings_of(step.begin.args[0].optimizer, "optimizer")
 
 
 def test_ranks_that_differ_are_named():
