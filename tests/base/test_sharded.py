@@ -15,9 +15,7 @@ from tests.ranks import cases_on_ranks
 from tests.refusals import saying
 
 
-pytestmark = [
-    pytest.mark.parity,
-]
+pytestmark = pytest.mark.parity
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")

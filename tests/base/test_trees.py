@@ -20,9 +20,7 @@ from pureaccum._base.trees import paths
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = [
-    pytest.mark.parity,
-]
+pytestmark = pytest.mark.parity
 
 
 class Pair(NamedTuple):
