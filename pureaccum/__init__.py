@@ -18,7 +18,7 @@ from ._core.batches import windows as windows
 from ._core.causes import CoupledLossError as CoupledLossError
 from ._core.evaluation import value as value
 from ._core.ledger import AccumState as AccumState
-from ._core.loss import Weighted as Weighted
+from ._core.losses import Weighted as Weighted
 from ._core.microbatch import microbatch as microbatch
 from ._core.precision import Policy as Policy
 from ._core.reductions import Reducer as Reducer

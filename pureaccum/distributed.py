@@ -6,7 +6,7 @@ Accumulation is a monoid, so ranks are one more way to cut a batch: they may hav
 numbers of rows and of microbatches, or none, and what comes out is the state of one process that
 had all of them. ``make_step(..., group=...)`` does this at the end of each step. ``psum`` and
 ``gather`` (see ``_core/exchange.py``) reach other ranks from inside of what is differentiated.
-Whether ranks hold the same is compared on the way (see ``_base/agreement.py``).
+Whether ranks hold the same is compared on the way (see ``_base/claims.py``).
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 # Classes that users find here are of this module.
-from ._base.agreement import Claim as _Claim
-from ._base.agreement import agreement, claim
+from ._base.claims import Claim as _Claim
+from ._base.claims import agreement, claim
 from ._base.dtensors import refuse_sharded
 from ._base.states import mark
 from ._base.torch_internals.modes import transform_active

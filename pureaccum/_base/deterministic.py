@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .generators import put_back
+from .random_state import put_back
 from .torch_internals.modes import answering
 from .torch_internals.operations import signature_of
 from .trees import tree_map

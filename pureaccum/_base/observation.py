@@ -20,10 +20,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from .checks import here
 from .dtensors import any_sharded
-from .generators import generators, restore
+from .random_state import generators, restore
 from .torch_internals.autograd import saved_tensors_hooks
 from .torch_internals.modes import seeing, unseen
-from .torch_internals.modules import BUFFERS, is_compiled_module
+from .torch_internals.module_slots import BUFFERS, is_compiled_module
 from .torch_internals.operations import COLLECTIVES
 from .trees import tree_leaves
 

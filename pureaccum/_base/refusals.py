@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import nn
 
-from .generators import put_back
+from .random_state import put_back
 from .states import Spoiled, mark
 from .torch_internals.compiler import compiler_stack, is_compiler_error
 from .torch_internals.modes import pre_dispatching

@@ -28,7 +28,7 @@ from .engines import Way
 from .history import refusing_backward
 from .layers.order import check_rule
 from .ledger import AccumState, check_belongs, counted, empty, merged, plain_sum, read_state
-from .loss import Reduction, advising, divisor, mean_value
+from .losses import Reduction, advising, divisor, mean_value
 from .seams import Engine, Nonfinite, Portion, Rule, Window
 from .structures import Structures, structure_of, update_of
 from .sums import Kinds, Sums, kinds_of
@@ -121,13 +121,13 @@ def accumulator(
         )
     )
     at_least = check_dtype(dtype)
-    batches = check_argnums(batch_argnums, "batch_argnums")
-    _check_not_params(batches, batch_argnums)
+    cut = check_argnums(batch_argnums, "batch_argnums")
+    _check_not_params(cut, batch_argnums)
 
     making = Accumulating(
-        told=advising(loss_fn, *batches),
+        told=advising(loss_fn, *cut),
         known=known_of(loss_fn),
-        batches=(batches, batch_argnums),
+        batches=(cut, batch_argnums),
         rule=rule,
         check=check,
         structures=Structures(),

@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
         tensors: list[Tensor] = []
         cuts: list[Cut] = []
         casts: dict[int, torch.dtype] = {}
-        trees: list[Callable[[Sequence[Tensor]], Any]] = []
+        makers: list[Callable[[Sequence[Tensor]], Any]] = []
         for key, (leaves, spec) in zip(keys, flat, strict=True):
             is_cut, start = key in batches, len(tensors)
             for i, leaf in enumerate(leaves):
@@ -50,13 +50,13 @@ class Arguments(NamedTuple):
                     tensors.append(x)
                     cuts.append(Rows(dim % leaf.dim(), over=over) if is_cut else "whole")
                     leaves[i] = _TENSOR  # ``filled`` is kept, and must hold no tensor
-            trees.append(_tree_of(leaves, spec, start, len(tensors)))
+            makers.append(_tree_of(leaves, spec, start, len(tensors)))
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
             if casts:
                 pairs = enumerate(tensors)
                 tensors = [x.to(casts[i]) if i in casts else x for i, x in pairs]
-            given = [tree(tensors) for tree in trees]
+            given = [make(tensors) for make in makers]
             return given[:count], dict(zip(names, given[count:], strict=True))
 
         return Arguments(tensors, cuts, filled)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_argnums, outside_inference_mode, positions
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.observation import observed
 from .._base.refusals import is_out_of_memory
 from .._base.torch_internals.autograd import in_backward

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.agreement import CLAIM_NUMBERS as CLAIMED
-from .._base.agreement import Claim, between_ranks, compare
+from .._base.claims import CLAIM_NUMBERS as CLAIMED
+from .._base.claims import Claim, between_ranks, compare
 from .._base.torch_internals.kernels import owns_its_memory
 
 

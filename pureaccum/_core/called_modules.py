@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
 from .._base.states import Refusing
-from .._base.torch_internals.modules import (
+from .._base.torch_internals.module_slots import (
     BUFFERS,
     CHILDREN,
     PARAMETERS,

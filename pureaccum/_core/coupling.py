@@ -37,7 +37,7 @@ from .._base.trees import tree_leaves
 from .batches import Batch, cut_at, rows_to_cut
 from .causes import coupled_error
 from .closures import held_in
-from .loss import NO_GRAPH, Reduction, read
+from .losses import NO_GRAPH, Reduction, read
 from .weights import enter
 
 

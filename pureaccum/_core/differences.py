@@ -26,7 +26,7 @@ from torch.linalg import vector_norm
 from torch.overrides import TorchFunctionMode
 
 from .._base.checks import read_tensors
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.torch_internals.autograd import custom_functions
 from .._base.trees import Tree, all_finite, continuous, flatten, real_parts, unflatten
 

@@ -31,7 +31,7 @@ from .._base.torch_internals.functorch import on_a_level
 from .._base.torch_internals.kernels import foreach_add_
 from .called_modules import holding, remembering, with_own_buffers
 from .exchange import Backward, begun, inside_of, running_again
-from .loss import Read, Shape, in_one_list, known_to_all_ranks, read_again
+from .losses import Read, Shape, in_one_list, known_to_all_ranks, read_again
 from .seams import Portion, Recorded, Seams, Take
 from .sums import Sums
 from .weights import Microbatch, Weighing, nothing_like

@@ -30,7 +30,7 @@ from .batches import (
 from .coupling import LossOfPart, question_of
 from .history import refusing_backward, with_history
 from .layers.order import check_rule
-from .loss import Reduction, advising, counts, is_pair, known_to_all_ranks, mean_of, read, settled
+from .losses import Reduction, advising, counts, is_pair, known_to_all_ranks, mean_of, read, settled
 from .microbatch import call_microbatched
 from .outputs import Counted, Whole
 from .precision import Policy, under
@@ -87,14 +87,14 @@ def value(  # noqa: D417
     rule = check_rule(
         Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")
     )
-    batches = check_argnums(batch_argnums, "batch_argnums")
+    cut = check_argnums(batch_argnums, "batch_argnums")
     check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
-    told = advising(func, *batches)
+    told = advising(func, *cut)
     making = Evaluating(
         run=told if policy is None else _under(policy, told, has_aux),
         known=known_of(func),
-        batches=batches,
+        batches=cut,
         size=size,
         rule=rule,
         aux_reduction=aux_reduction,
@@ -232,11 +232,11 @@ def parts_of_streams(
                     f"args[{i}] is a {type(its).__name__}; expected, with stream=True, an iterable "
                     "of batches, such as a list or a loader. A batch at hand is no stream."
                 )
-        batches = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
+        given = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
     else:
-        batches = iter([batch])
+        given = iter([batch])
     some = False
-    for whole in batches:
+    for whole in given:
         some = True
         if size is None:
             yield whole
@@ -255,12 +255,12 @@ def parts_of_streams(
 def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:
     """The batches of streams that end together, or an error that says which ended first."""
     over = object()
-    for n, batches in enumerate(zip_longest(*streams.values(), fillvalue=over)):
-        ended = [i for i, x in zip(streams, batches, strict=True) if x is over]
+    for n, together in enumerate(zip_longest(*streams.values(), fillvalue=over)):
+        ended = [i for i, x in zip(streams, together, strict=True) if x is over]
         if ended:
             goes_on = next(i for i in streams if i not in ended)
             raise ValueError(
                 f"args[{ended[0]}] has no batch {n}, counted from 0, and args[{goes_on}] has one; "
                 "expected as many batches of each stream. A loader that drops its last batch?"
             )
-        yield batches
+        yield together

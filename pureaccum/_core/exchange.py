@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base.agreement import Agreement, agreement, between_ranks, claim
+from .._base.claims import Agreement, agreement, between_ranks, claim
 from .._base.checks import here
 from .._base.containers import open_tree
 from .._base.torch_internals.autograd import in_backward

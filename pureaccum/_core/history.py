@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .._base.checks import here, refuse_without_graph
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.refusals import advise_on_vjp
 from .._base.states import Refusing, mark
 from .._base.torch_internals.autograd import ends_of, without_history

@@ -24,7 +24,7 @@ from .._base.sharded_rows import NOWHERE, Over
 from .._base.states import loadable
 from .._base.torch_internals.modes import at_top_level
 from .._base.trees import Tree, add, flatten, scalar
-from .loss import Reduction
+from .losses import Reduction
 from .reductions import AuxState, fold_aux
 from .seams import Rule
 from .weights import Microbatch

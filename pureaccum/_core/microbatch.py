@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._base.checks import check_argnums, check_choice, here, positions
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.sharded_rows import NOWHERE
 from .._base.torch_internals.autograd import in_backward, sequence_number
 from .._base.torch_internals.functorch import (
@@ -38,7 +38,7 @@ from .auto_size import by_memory, is_auto
 from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .exchange import inside_of, onlooker
 from .gathered import OWN, WHOLE, Cut, Rows
-from .loss import NO_GRAPH, advising
+from .losses import NO_GRAPH, advising
 from .outputs import Outputs, Whole
 from .recomputation import Again
 from .reductions import check_reduce

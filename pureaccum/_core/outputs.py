@@ -28,7 +28,7 @@ from .._base.torch_internals.functorch import (
 from .._base.torch_internals.operations import compares_layouts
 from .._base.trees import Tree, continuous, flatten, sum_dtype, tree_leaves, tree_map, unflatten
 from .gathered import Cut, Rows
-from .loss import Weighted, counts, divisor, filled, mean_value, tensors_apart, terms_of
+from .losses import Weighted, counts, divisor, filled, mean_value, tensors_apart, terms_of
 from .reductions import Look, Reducer, WordParts, dtype_of_number, is_reducer, with_dtype_of
 from .rule import Form, Outs
 

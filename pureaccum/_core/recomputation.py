@@ -27,7 +27,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .._base.generators import Drawn, replaying, states, were_drawn_from
+from .._base.random_state import Drawn, replaying, states, were_drawn_from
 from .._base.states import Refusing
 from .._base.torch_internals.autograd import leaves_since, tensor_hooks, versions
 from .._base.torch_internals.functorch import transform_level, wants_gradient

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._base.dtensors import is_sharded, local
 from .._base.sharded_rows import NOWHERE, Over, join_rows
 from .._base.trees import NAMESPACE, Tree, paths, sum_dtype, tree_leaves, tree_map, unflatten
-from .loss import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
+from .losses import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
 from .weights import Microbatch
 
 

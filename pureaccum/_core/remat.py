@@ -14,7 +14,7 @@ import torch
 from .._base.checks import check_int
 from .._base.trees import Tree
 from .arguments import Arguments
-from .loss import advising
+from .losses import advising
 from .microbatch import call_microbatched
 from .outputs import Whole
 from .writes import known_of

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .coupling import LossOfPart
 from .exchange import Backward
-from .loss import Read, Reduction, Shape
+from .losses import Read, Reduction, Shape
 from .sums import Sums, Terms
 from .weights import Microbatch, Weighing, enter, weigh
 

@@ -48,15 +48,15 @@ class Structures:
 MOST = 1000  # structures
 
 
-def structure_of(beside: Any, *trees: Flat) -> Any:
+def structure_of(beside: Any, *flats: Flat) -> Any:
     """The key of some trees, and of what else decides; None where nothing may be remembered."""
     if transform_active():
         return None
-    leaves = [*chain.from_iterable(map(_LEAVES, trees))]
+    leaves = [*chain.from_iterable(map(_LEAVES, flats))]
     if not PLAIN.issuperset(map(type, leaves)):
         return None
     try:
-        return beside, *map(_SPEC, trees), *map(_LOOKS, leaves)
+        return beside, *map(_SPEC, flats), *map(_LOOKS, leaves)
     except RuntimeError:  # a nested tensor has no shape
         return None
 

@@ -25,7 +25,7 @@ from .batches import check_sizes
 from .history import with_history
 from .layers.order import check_rule
 from .ledger import Flow
-from .loss import Reduction, advising
+from .losses import Reduction, advising
 from .reductions import check_reduce
 from .seams import Engine, Nonfinite, Rule, Window
 from .sums import kinds_of
@@ -104,16 +104,16 @@ def grad_and_value(
         Rule(has_aux=has_aux, reduction=reduction, nonfinite=nonfinite, engine=engine)
     )
     at_least = check_dtype(dtype)
-    wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
-    check_disjoint(wrt, batches)
+    wrt, cut = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
+    check_disjoint(wrt, cut)
     check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
     known = known_of(func)
-    told = advising(func, *batches, wrt=wrt)
+    told = advising(func, *cut, wrt=wrt)
 
     def by_rule(rule: Rule, /, *args: Any, **kwargs: Any) -> Any:
         at = positions(wrt, len(args), "argnums")
-        cut_at = positions(batches, len(args), "batch_argnums")
+        cut_at = positions(cut, len(args), "batch_argnums")
         check_disjoint(at, cut_at)
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .._base.dtensors import Layouts, local, replicated, true_on_all_ranks
 from .._base.torch_internals.kernels import foreach_add_, foreach_div_
 from .._base.trees import as_scalar_of, at_once, is_finite, real_parts, scalars_of
-from .loss import Read, Reduction, Shape, counts
+from .losses import Read, Reduction, Shape, counts
 
 
 LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which is faster

@@ -28,7 +28,7 @@ from .engines import Way, by_func, detached, outside
 from .exchange import any_rank, inside_of, onlooker
 from .layers.order import check_rule
 from .ledger import AccumState, Flow, Ledger, amounts_of, plain_sum, settle
-from .loss import Reduction, divisor, join_aux, mean_value, read
+from .losses import Reduction, divisor, join_aux, mean_value, read
 from .reductions import AuxState, finish_aux
 from .seams import Portion, Rule, Window
 from .sums import Kinds, Sums

@@ -18,7 +18,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from .._base.checks import NoGraphError
 from .._base.dtensors import refuse_sharded
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.refusals import advise_on_vjp, refuse_pre_dispatch
 from .._base.torch_internals.autograd import without_history
 from .._base.torch_internals.functorch import forward_ad_active, innermost
@@ -37,7 +37,7 @@ from .engines import (
     under_transforms,
 )
 from .layers.order import layered
-from .loss import read
+from .losses import read
 from .microbatch import call_microbatched
 from .outputs import Counted, Whole
 from .seams import Engine, Portion, Seams, Window, judged_below, of_total, taking

@@ -33,7 +33,7 @@ from .._base.states import Refusing
 from .._base.torch_internals.autograd import leads_to, versions
 from .._base.torch_internals.kernels import memory_of
 from .._base.torch_internals.modes import dispatched, transform_active, unnoticed
-from .._base.torch_internals.modules import BUFFERS, PARAMETERS, is_compiled_module
+from .._base.torch_internals.module_slots import BUFFERS, PARAMETERS, is_compiled_module
 from .._base.torch_internals.operations import is_taken_as_new, written_by
 from .._base.trees import paths, tree_leaves
 from .called_modules import noting_calls, origins

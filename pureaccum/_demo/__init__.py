@@ -1,13 +1,13 @@
 """The claim, on real data: microbatches train as the full batch does, through BatchNorm too.
 
-``_race`` trains in eight ways and measures how far a gradient is from the full batch's;
-``_screen`` shows the runs side by side, a table at the end, and a picture. Read ``_race`` first.
+``race`` trains in eight ways and measures how far a gradient is from the full batch's;
+``screen`` shows the runs side by side, a table at the end, and a picture. Read ``race`` first.
 """
 
 from importlib.util import find_spec
 from pathlib import Path
 
-from ._race import RUNS, digits, on_whole_numbers, ragged, train
+from .race import RUNS, digits, on_whole_numbers, ragged, train
 
 
 def missing() -> list[str]:
@@ -23,17 +23,17 @@ def run(picture: Path, steps: int = 100) -> bool:
         OSError: The picture cannot be written. A link is not followed: what it leads to is no
             picture of ours.
     """
-    from . import _screen  # not earlier: it imports what `missing` names
+    from . import screen  # not earlier: it imports what `missing` names
 
     if _is_there(picture):
         print(f"Replaces {picture.absolute()}", flush=True)
     batch, test = digits()
     runs = {run: train(run, batch) for run in RUNS}
-    found = _screen.summaries(_screen.train_all(runs, steps), batch, test)
+    found = screen.summaries(screen.train_all(runs, steps), batch, test)
     unequal = on_whole_numbers(batch, ragged(batch)(0))
-    _screen.conclude(found, unequal)
+    screen.conclude(found, unequal)
     _is_there(picture)  # again: something else may have come while it trained
-    _screen.draw(found, batch, picture)
+    screen.draw(found, batch, picture)
     print(f"\nLoss curves, and memory against microbatch size: {picture}")
     return unequal == 0 and all(
         (it.distance.bound < 1) != it.run.usual for it in found if it.distance

@@ -35,7 +35,7 @@ from .._base.trees import (
     unflatten,
     where,
 )
-from .update import (
+from .updates import (
     Applied,
     Begin,
     Optimizer,

@@ -39,7 +39,7 @@ from .._base.trees import (
     unflatten,
 )
 from .schedules import Schedule, rate_at
-from .update import fitting, refuse_graph
+from .updates import fitting, refuse_graph
 
 
 @loadable

@@ -22,7 +22,7 @@ from .._base.torch_internals.functorch import any_tangent
 from .._base.torch_internals.modes import transform_active
 from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
-from .update import BELONGS, Applied, Begin, Optimizer, Ready, optimizer_of
+from .updates import BELONGS, Applied, Begin, Optimizer, Ready, optimizer_of
 
 
 StatePath = tuple[Any, ...]

@@ -43,7 +43,7 @@ from .from_torch import DTYPES
 from .line_search import Line, Point, divide, strong_wolfe
 from .sam import Minimizer, asked, check_function, plainly
 from .schedules import check_kept, check_rate, kept_rate, rate_at
-from .update import BELONGS, Rate
+from .updates import BELONGS, Rate
 
 
 @loadable

@@ -23,7 +23,7 @@ from .._base.torch_internals.functorch import may_be_differentiated
 from .._base.torch_internals.kernels import fused_adam
 from .._base.trees import Tree, as_scalar_of, known, moved
 from .schedules import check_rate
-from .update import Columns, Method, Optimizer, Rate, Row, by_method
+from .updates import Columns, Method, Optimizer, Rate, Row, by_method
 
 
 @loadable

@@ -26,7 +26,7 @@ from .._base.states import loadable
 from .._base.torch_internals.modes import transform_active
 from .._base.trees import Flat, Tree, all_finite, global_norm, scalar, scalars_of, unflatten
 from .combinators import as_optimizer
-from .update import fitting_gradients
+from .updates import fitting_gradients
 
 
 class Minimizer(NamedTuple):

@@ -22,7 +22,7 @@ from .._base.checks import LARGEST_INT
 from .._base.torch_internals.autograd import tensor_hooks
 from .._base.torch_internals.functorch import any_mapped
 from .._base.torch_internals.modes import transform_active, unnoticed
-from .._base.torch_internals.modules import BUFFERS
+from .._base.torch_internals.module_slots import BUFFERS
 from .._core.buckets import group_of
 from .._core.closures import telling
 from .._core.microbatch import Keep

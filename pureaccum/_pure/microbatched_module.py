@@ -28,11 +28,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._base.checks import outside_inference_mode
 from .._base.containers import open_tree
 from .._base.dtensors import refuse_sharded
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.observation import observed
 from .._base.torch_internals.functorch import down_to
 from .._base.torch_internals.modes import dispatched, unnoticed, untraced
-from .._base.torch_internals.modules import is_compiled_module
+from .._base.torch_internals.module_slots import is_compiled_module
 from .._base.trees import Tree, flatten, paths, tree_map, unflatten
 from .._core.batches import (
     check_sizes,

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from .._base.containers import open_tree
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.torch_internals.autograd import version
 from .._base.torch_internals.functorch import one_member
 from .._base.torch_internals.kernels import memory_of
 from .._base.torch_internals.modes import seeing, unnoticed
-from .._base.torch_internals.modules import BUFFERS, is_cache
+from .._base.torch_internals.module_slots import BUFFERS, is_cache
 from .._base.torch_internals.operations import effects_of, is_taken_as_new, written_by
 from .._base.trees import tree_leaves
 from .._core.called_modules import ALONE

@@ -37,7 +37,7 @@ from .._base.checks import here
 from .._base.observation import observed, put_back_attributes
 from .._base.torch_internals.autograd import saved_tensors_hooks, saved_tensors_hooks_allowed
 from .._base.torch_internals.modes import Asking, dispatched, seeing
-from .._base.torch_internals.modules import (
+from .._base.torch_internals.module_slots import (
     BUFFERS,
     CHILDREN,
     PARAMETERS,

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from .._base.checks import LARGEST_INT, here, read_tensors
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.refusals import is_out_of_memory
 from .._base.torch_internals.functorch import over_rows
 from .._base.trees import Tree, unflatten
 from .._core.batches import cutting
 from .._core.exchange import inside_of, onlooker
-from .._core.loss import in_one_list, join_aux, read, read_again
+from .._core.losses import in_one_list, join_aux, read, read_again
 from .chunks import OF_EACH, Chunk, Sampling, Task, carries_graph, needs_norms, samples_of
 from .layer_rules import RULES
 from .layers import Layers, Unfit

@@ -32,7 +32,7 @@ from .._base.torch_internals.modes import at_top_level, may_write, transform_act
 from .._base.trees import Tree, flatten, global_norm, tree_map, unflatten
 from .._core.batches import Batch, check_size, cut_batch, cutting, read_batch, rows_to_cut
 from .._core.engines import Way, pulled, remembering_modules
-from .._core.loss import join_aux, read
+from .._core.losses import join_aux, read
 from .._core.seams import Portion, Recorded, Seams
 from .._core.watch import captures_are_sought
 from .._core.windows import as_they_are, run_window
@@ -135,7 +135,7 @@ def sampled(
     params: Tree,
     args: tuple[Any, ...],
     at: tuple[int, ...],
-    batches: tuple[int, ...],
+    cut: tuple[int, ...],
     how: Sampling,
     known: Known,
 ) -> tuple[Iterator[Chunk], list[Tree]]:
@@ -146,7 +146,7 @@ def sampled(
     leaves, spec = read_params(params)
     refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
     parts = parts_of(how.transform, params)
-    cut_at = positions(batches, len(args), "batch_argnums")
+    cut_at = positions(cut, len(args), "batch_argnums")
     check_disjoint(at, cut_at)
     batch = read_batch({i: args[i] for i in cut_at}, "args")
     if rows_to_cut(batch, "args", one_by_one=True) == 0 and (how.has_aux or callable(how.metrics)):

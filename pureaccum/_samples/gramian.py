@@ -96,13 +96,13 @@ def gramian(
     how = with_factors(
         check_sampling(Sampling(chunk_size=chunk_size, mapped=mapped, engine=engine))
     )
-    wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
-    check_disjoint(wrt, batches)
+    wrt, cut = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
+    check_disjoint(wrt, cut)
     alone, known = not isinstance(argnums, tuple), known_of(func)
 
     def by(how: Sampling, *args: Any, other: Tree = None, **kwargs: Any) -> Tensor:
         at = positions(wrt, len(args), "argnums")
-        cut_at = positions(batches, len(args), "batch_argnums")
+        cut_at = positions(cut, len(args), "batch_argnums")
         refuse_sharded(tree_leaves([*args, *kwargs.values(), other]), "an argument", _DTENSORS)
         params, call = of_arguments(func, at, alone, args, kwargs)
         leaves, _ = read_params(params)

@@ -39,7 +39,7 @@ from .._base.trees import Tree, add, flatten, tree_leaves, tree_map, unflatten
 from .._core.accumulator import NO_GRAPH, Accumulator
 from .._core.history import refusing_backward, with_history
 from .._core.ledger import AccumState, check_squares, empty, read_state
-from .._core.loss import counts, divisor, mean_value
+from .._core.losses import counts, divisor, mean_value
 from .._core.reductions import is_reducer
 from .._core.writes import known_of
 from .by_layers import with_shortcut
@@ -287,8 +287,8 @@ def _placed_like(result: Tree, params: Tree) -> Tree:
         return result
     meshes = next(x for x in like if is_sharded(x))
     placed = [replicated(x, meshes) if isinstance(x, Tensor) else x for x in leaves]
-    trees, rest = divmod(len(leaves), len(like))  # Moments have several
-    like = like * trees
+    copies, rest = divmod(len(leaves), len(like))  # Moments have several
+    like = like * copies
     if not rest and all(
         isinstance(x, Tensor) and x.shape == y.shape for x, y in zip(placed, like, strict=True)
     ):
@@ -323,12 +323,12 @@ def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
 
 
 def _with_chunks(
-    state: AccumState, reducer: ChunkReducer, chunks: Iterable[Chunk], in_place: bool
+    state: AccumState, reducer: ChunkReducer, given: Iterable[Chunk], in_place: bool
 ) -> AccumState:
     """The state with some chunks, one by one; an error after the first spoils a state in place."""
     new, begun = state if in_place else _clone(state), False
     try:
-        for chunk in chunks:
+        for chunk in given:
             begun = True
             new = _with_chunk(new, reducer, chunk)
     except BaseException:

@@ -20,7 +20,7 @@ from .._base.checks import check_fits
 from .._base.states import loadable
 from .._base.torch_internals.modes import may_write
 from .._base.trees import Tree, add, as_scalar_of, flatten, tree_leaves, tree_map, unflatten, zeros
-from .._core.loss import divisor
+from .._core.losses import divisor
 from .._core.reductions import Reducer, is_reducer
 from .._core.weights import divided, quotient
 from .chunks import Chunk, like_transformed, need_leaves

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._base.trees import NAMESPACE, Tree, on_host, tree_leaves, tree_map
-from .._core.loss import counts
+from .._core.losses import counts
 from .._core.weights import quotient
 from .._optim.combinators import GradientMap
 

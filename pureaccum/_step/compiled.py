@@ -16,10 +16,10 @@ import torch
 from .._base.checks import check_state, refuse_autocast_cache
 from .._base.containers import open_tree
 from .._base.dtensors import any_sharded
-from .._base.generators import put_back
+from .._base.random_state import put_back
 from .._base.refusals import CompileError, attempt, is_limit
 from .._base.states import mark
-from .._base.trees import Tree, flatten, tree_leaves, tree_map, unflatten
+from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .._core.batches import (
     Batch,
     cut_batch,
@@ -44,20 +44,10 @@ from .graphs import (
 )
 from .microbatch_loss import caller, check_keys, sharing, what_is_shared
 from .next_state import finished_aux
+from .plans import Plan, begun_by, check_window, read_train_state, recording, size_of
 from .ranks import before_this_rank, telling_ranks, window_of_all_ranks
 from .recipes import Freedom, Recipe, Shapes, form_of, narrowed, recipe_for
-from .state import (
-    Flat,
-    Plan,
-    StepInfo,
-    StepWindow,
-    TrainState,
-    begun_by,
-    check_window,
-    read_train_state,
-    recording,
-    size_of,
-)
+from .state import StepInfo, StepWindow, TrainState
 from .whole_step import step_whole
 from .windows import (
     applied_window,

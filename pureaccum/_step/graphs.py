@@ -27,9 +27,10 @@ from .._core.reductions import AuxState, Stack, fold_stack, share_of, stack_of_o
 from .._core.weights import Microbatch, power_of_two
 from .microbatch_loss import caller, with_shared
 from .next_state import finished_aux, scale_of
+from .plans import Plan, size_of
 from .recipes import Arranged
 from .scan import add_together, scanned
-from .state import Plan, StepInfo, StepWindow, TrainState, size_of
+from .state import StepInfo, StepWindow, TrainState
 from .windows import applied_window, begin_window, updated_window
 
 

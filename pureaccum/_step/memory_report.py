@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_state, read_params
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.torch_internals.modes import imagining
 from .._base.trees import Tree, accumulation_dtype, tree_leaves, tree_map
 from .._core.auto_size import Live, counting

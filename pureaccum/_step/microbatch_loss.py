@@ -17,12 +17,13 @@ from .._base.sharded_rows import numbers_of_rows, rows_like
 from .._base.trees import Tree, flatten, unflatten
 from .._core.batches import Batch, need_rows
 from .._core.coupling import LossOfPart
-from .._core.loss import advise_on_arguments, advising, is_pair
+from .._core.losses import advise_on_arguments, advising, is_pair
 from .._core.weights import Microbatch
 from .._core.writes import Given
 from .._pure.keys import fold_in
 from .buffers import advance_buffers, collect_buffers, watching
-from .state import Plan, TrainState
+from .plans import Plan
+from .state import TrainState
 
 
 def caller(

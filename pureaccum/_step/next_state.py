@@ -32,13 +32,14 @@ from .._base.trees import (
     where,
 )
 from .._core.ledger import AccumState
-from .._core.loss import divisor, mean_value
+from .._core.losses import divisor, mean_value
 from .._core.reductions import AuxState, finish_aux
 from .._core.weights import divided
-from .._optim.update import Ready
+from .._optim.updates import Ready
 from .._samples.noise_scale import BatchNoise, noise_of
 from .buffers import finish_buffers
-from .state import Plan, StepInfo, TrainState
+from .plans import Plan
+from .state import StepInfo, TrainState
 
 
 class Summed(NamedTuple):

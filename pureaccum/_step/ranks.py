@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.agreement import (
+from .._base.checks import read_params
+from .._base.claims import (
     Agreement,
     Claim,
     Table,
@@ -27,7 +28,6 @@ from .._base.agreement import (
     nothing_of,
     tied,
 )
-from .._base.checks import read_params
 from .._base.dtensors import refuse_sharded
 from .._base.settings import settings_of
 from .._base.torch_internals.functorch import differentiated, differentiating
@@ -39,7 +39,8 @@ from .._core.exchange import any_rank, exchange, gather_one
 from .._core.ledger import AccumState, empty
 from ..distributed import begin_sum
 from .buffers import Carried, LayerMoments, batch_norm_buffers, begin_buffers, merged_moments
-from .state import Plan, StepWindow, TrainState
+from .plans import Plan
+from .state import StepWindow, TrainState
 
 
 def agreement_of(plan: Plan, compile: Any) -> Agreement:

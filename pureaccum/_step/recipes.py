@@ -25,8 +25,9 @@ from .._base.trees import Tree, accumulation_dtype, flatten, tree_leaves, unflat
 from .._core.batches import Batch, cut_batch
 from .constants import looks_of
 from .microbatch_loss import caller
+from .plans import Plan, size_of
 from .scan import how_many, one_of, tensors_of
-from .state import Plan, TrainState, size_of
+from .state import TrainState
 
 
 TINY, SMALL = 2**20, 2**23  # bytes of gradients, of which a scan holds three

@@ -26,7 +26,7 @@ from .._base.torch_internals.compiler import scan
 from .._base.trees import Tree, add, flatten, unflatten
 from .._core.coupling import LossOfPart
 from .._core.ledger import AccumState
-from .._core.loss import Reduction, read
+from .._core.losses import Reduction, read
 from .._core.weights import Weighing, scaled, term_of
 from .state import StepWindow
 

@@ -1,27 +1,13 @@
-"""What a training step takes, gives and is made of, and how it checks what it is given."""
+"""What a training step takes and gives, and its functions."""
 
 from collections.abc import Callable
-from functools import partial, wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .._base.agreement import Agreement
-from .._base.checks import check_same_structure, check_state, read_params, refuse_autocast_cache
 from .._base.states import loadable
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Flat, Tree, flatten
-from .._core.buckets import group_of
-from .._core.history import call_with_history
-from .._core.ledger import AccumState, check_belongs
-from .._core.precision import Policy
-from .._core.seams import Rule
-from .._core.structures import Structures
-from .._core.writes import Known
-from .._optim.update import Begin, Optimizer
-from .buffers import Threading, begin_buffers
-from .loss_scale import LossScale, LossScaleState
+from .._base.trees import Tree
+from .._core.ledger import AccumState
 
 
 @loadable
@@ -160,129 +146,3 @@ class Step(Functions):
                 parameters of a teacher or a discriminator, class weights, a coefficient.
         """
         return self.whole(state, batch, *shared)
-
-
-class Calling(NamedTuple):
-    """How the loss of a microbatch is called."""
-
-    loss_fn: Any
-    has_aux: bool
-    aux_reduction: Tree
-    policy: Policy | None
-    buffers: Threading | None
-    keys: bool
-    known: Known  # what is known of it: see writes.py
-    check: bool  # whether it is asked if it may be cut
-    shared: tuple[Any, ...] = ()  # what a call gives it beside the batch, whole
-
-
-class Plan(NamedTuple):
-    """What a step is made of."""
-
-    calling: Calling
-    optimizer: Optimizer
-    size: int | list[int] | None
-    rule: Rule
-    loss_scale: LossScale | None
-    donate: bool
-    structures: Structures  # what was decided for each
-    group: Any = None  # the ranks that share a batch
-    agreed: Agreement | None = None  # what these have to agree on: see agreement.py
-
-
-def size_of(plan: Plan) -> int | None:
-    """The rows of all microbatches alike: where they differ, nothing is compiled for all."""
-    assert not isinstance(plan.size, list)
-    return plan.size
-
-
-# Checks at the entry -------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-
-def recording(
-    function: Callable[..., T], eager: Callable[..., T] | None = None
-) -> Callable[..., T]:
-    """Let plain autograd follow a function of a step, and its state, outside inference mode.
-
-    It is given a plan first. A method of something that has a plan comes with ``eager``, the same
-    function of a plan, which runs wherever results are followed: under a transform or a compiler,
-    and by plain autograd.
-    """
-    plain = eager or function
-
-    @wraps(function)
-    def entered(made: Any, *args: Any, **kwargs: Any) -> T:
-        plan: Plan = made if eager is None else made.plan
-        if transform_active():
-            return plain(plan, *args, **kwargs)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return function(made, *args, **kwargs)
-
-        def kept(*args: Any, **kwargs: Any) -> T:
-            return plain(plan._replace(donate=False), *args, **kwargs)
-
-        call = partial(function, made)
-        return call_with_history(call, kept, plan.calling.known, args, kwargs, captured=False)
-
-    return entered
-
-
-def read_train_state(plan: Plan, state: TrainState) -> Flat:
-    """Check that a state is of this plan, but for that of the optimizer; give its parameters."""
-    check_state(state, TrainState, "this step")
-    if plan.group is not None:
-        group_of(plan.group)
-    check_buffers(plan, state.buffers)
-    scaled = isinstance(state.loss_scale, LossScaleState)
-    if scaled != (plan.loss_scale is not None):
-        raise ValueError(
-            f"state.loss_scale is {state.loss_scale!r}, but this step was made "
-            f"{'without' if scaled else 'with'} a loss scale. A state of another configuration?"
-        )
-    if not isinstance(state.key, Tensor) or state.key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
-        came = tuple(state.key.shape) if isinstance(state.key, Tensor) else state.key  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"state.key is {came!r}; expected a key of shape (2,), as key(seed) makes it. States "
-            "that are stacked go through torch.func.vmap."
-        )
-    leaves, spec = read_params(state.params, "state.params")
-    refuse_autocast_cache(leaves)
-    return leaves, spec
-
-
-def begun_by(plan: Plan, state: TrainState, params: Flat) -> Begin:
-    """Check that the optimizer's state is of this plan; give what begins its step."""
-    return plan.optimizer.check(state.opt_state, params, "state.opt_state")
-
-
-def check_window(plan: Plan, state: TrainState, window: StepWindow, params: Flat) -> None:
-    """Check that a window is of this plan and of this state, whose parameters are given."""
-    check_state(window, StepWindow, "this step", "the window")
-    check_belongs(window.accum, *params, plan.rule.squares)
-    if plan.calling.buffers is None and window.buffers == ():
-        return
-    specs = (
-        flatten(begin_buffers(plan.calling.buffers, state.buffers))[1],
-        flatten(window.buffers)[1],
-    )
-    cause = f"This step was made with buffers={plan.calling.buffers!r}; a window of another one?"
-    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
-
-
-def check_buffers(plan: Plan, given: Tree) -> None:
-    """Check that buffers are there if and only if the step knows what becomes of them."""
-    absent, policy = given is None or (isinstance(given, tuple) and not given), plan.calling.buffers
-    if absent and policy is not None:
-        raise ValueError(
-            f"this step was made with buffers={policy!r}, but the buffers are missing. Pass "
-            "them to init: step.init(fn.params, buffers=fn.buffers)."
-        )
-    if not absent and policy is None:
-        raise ValueError(
-            "buffers came, but make_step was not told what becomes of them: make_step(..., "
-            "buffers='freeze'), 'sequential' or 'pooled'."
-        )

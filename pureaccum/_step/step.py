@@ -29,7 +29,7 @@ from .._core.auto_size import by_memory, is_auto
 from .._core.batches import check_sizes, cut_batch, read_batch, rows_to_cut, sizes_of_batch
 from .._core.buckets import group_of
 from .._core.layers.order import check_rule
-from .._core.loss import Reduction
+from .._core.losses import Reduction
 from .._core.precision import Policy, under
 from .._core.reductions import check_reduce
 from .._core.seams import Engine, Nonfinite, Rule
@@ -41,8 +41,9 @@ from .buffers import Threading, begin_buffers, check_policy
 from .compiled import CompiledStep
 from .constants import check_compilable
 from .loss_scale import LossScale
+from .plans import Calling, Plan, check_buffers
 from .ranks import agreement_of, check_same
-from .state import Calling, Plan, Step, StepInfo, TrainState, check_buffers
+from .state import Step, StepInfo, TrainState
 from .whole_step import (
     folded_in_sums,
     step_in_sums,

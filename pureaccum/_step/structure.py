@@ -8,9 +8,10 @@ from .._core.coupling import Question
 from .._core.structures import ask_autocast, devices_of, structure_of
 from .._core.sums import Kinds, kinds_of
 from .._core.whole_batch import CutBatch, question_about, read_cut
-from .._optim.update import Begin
+from .._optim.updates import Begin
 from .microbatch_loss import check_keys
-from .state import Plan, TrainState, begun_by, read_train_state
+from .plans import Plan, begun_by, read_train_state
+from .state import TrainState
 
 
 class Prepared(NamedTuple):

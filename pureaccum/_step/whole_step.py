@@ -35,17 +35,9 @@ from .._core.writes import Given
 from .buffers import begin_buffers
 from .microbatch_loss import caller, onwards, sharing, what_is_shared
 from .next_state import Summed, finished, finished_aux, scale_of
+from .plans import Plan, begun_by, check_window, read_train_state, recording
 from .ranks import before_this_rank, of_all_ranks, on_this_rank, telling_ranks
-from .state import (
-    Plan,
-    StepInfo,
-    StepWindow,
-    TrainState,
-    begun_by,
-    check_window,
-    read_train_state,
-    recording,
-)
+from .state import StepInfo, StepWindow, TrainState
 from .structure import Prepared, examined, prepare
 from .windows import first_row
 

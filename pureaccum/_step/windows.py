@@ -40,17 +40,9 @@ from .._core.writes import Given
 from .buffers import begin_buffers, merged_moments
 from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
 from .next_state import Summed, finished, finished_aux, scale_of
+from .plans import Plan, begun_by, check_window, read_train_state, recording
 from .ranks import of_all_ranks, refuse_derivative
-from .state import (
-    Plan,
-    StepInfo,
-    StepWindow,
-    TrainState,
-    begun_by,
-    check_window,
-    read_train_state,
-    recording,
-)
+from .state import StepInfo, StepWindow, TrainState
 
 
 # A stream of microbatches --------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from .._base.agreement import bits, memory, rows_as_bytes
+from .._base.claims import bits, memory, rows_as_bytes
 from .file_format import Part, Piece, checks_of, header_of
 
 

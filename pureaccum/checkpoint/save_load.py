@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.agreement import value_in_words
+from .._base.claims import value_in_words
 from .._base.dtensors import (
     any_sharded,
     block_of,

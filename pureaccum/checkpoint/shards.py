@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.agreement import Table, between_ranks, differences
+from .._base.claims import Table, between_ranks, differences
 from .._base.dtensors import largest, layout_of
 from .file_format import Contents, Part, Piece
 from .files import whole_folder, write_file

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
-from .._base.generators import generators, restore
+from .._base.random_state import generators, restore
 from .._base.torch_internals.autograd import saved_tensors_hooks_allowed
 from .._base.torch_internals.modes import transform_active
 from .._base.trees import accumulation_dtype, real_parts

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._base.agreement import nothing_of, tied
+from .._base.claims import nothing_of, tied
 from .._base.checks import (
     check_argnums,
     check_fits,
@@ -41,7 +41,7 @@ from .._core.differences import Miss, SecondOrder, misses
 from .._core.evaluation import parts_of_streams
 from .._core.exchange import exchange
 from .._core.history import refusing_backward, with_history
-from .._core.loss import Reduction, read
+from .._core.losses import Reduction, read
 from .._core.precision import InDtype
 from .._core.transforms import grad_and_value
 from .._core.writes import Given, Known, known_of, knows, remember, unguarded

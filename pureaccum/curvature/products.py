@@ -20,7 +20,7 @@ from .._base.checks import read_tensors
 from .._base.torch_internals.functorch import any_tangent
 from .._base.torch_internals.modes import transform_active
 from .._base.trees import Tree, accumulation_dtype, continuous, flatten, unflatten
-from .._core.loss import Reduction, Weighted, read, sane
+from .._core.losses import Reduction, Weighted, read, sane
 from .._core.weights import quotient
 from .derivatives import Pushing, constants, gradient, inner
 from .passes import Summation, compared, gradients_over, nan_of_nothing, noting, with_history_of

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._base.states import Refusing
 from .._base.torch_internals.autograd import saved_tensors_hooks_allowed, tensor_hooks, version
 from .._base.torch_internals.functorch import transform_level
-from .._base.torch_internals.modules import hooks_of_all_modules, module_vars
+from .._base.torch_internals.module_slots import hooks_of_all_modules, module_vars
 from .._base.trees import flatten, paths
 from .._core.closures import names_in
 from ._assertions import dense

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from pureaccum._base.agreement import (
+from pureaccum._base.claims import (
     NOT_READ,
     _mixed,
     agreement,

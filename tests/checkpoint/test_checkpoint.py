@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._base.agreement import STEP
+from pureaccum._base.claims import STEP
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
 from tests.draws import generator

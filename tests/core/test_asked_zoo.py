@@ -9,7 +9,7 @@ import torch
 import pureaccum as pa
 from pureaccum import CoupledLossError
 from pureaccum._core import coupling
-from pureaccum._core.loss import read
+from pureaccum._core.losses import read
 from tests.zoo.residents import residents
 from tests.zoo.species import ROWS, ZOO
 

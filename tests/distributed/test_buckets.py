@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pureaccum as pa
 from pureaccum import distributed
-from pureaccum._base.agreement import agreement, claim
+from pureaccum._base.claims import agreement, claim
 from pureaccum._core import buckets
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.core.linear_loss import every_kind_of_leaf

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pureaccum as pa
-from pureaccum._base.agreement import agreement, claim
+from pureaccum._base.claims import agreement, claim
 from pureaccum.distributed import begin_sum, gather, psum
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator

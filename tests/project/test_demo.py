@@ -55,7 +55,7 @@ def test_on_a_terminal_the_lines_move_and_have_no_colours_if_so_wished(monkeypat
     _demo = the_demo()
     monkeypatch.setattr(_demo, "RUNS", _demo.RUNS[:2])
     monkeypatch.setattr(_demo, "on_whole_numbers", lambda batch, parts: 7)
-    monkeypatch.setattr("pureaccum._demo._screen.draw", lambda *_: None)
+    monkeypatch.setattr("pureaccum._demo.screen.draw", lambda *_: None)
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
     assert not _demo.run(Path("demo.png"), steps=1)
@@ -123,19 +123,19 @@ def test_the_picture_is_written_whole_or_not_at_all(monkeypatch):
     the_demo()
     from matplotlib.figure import Figure
 
-    from pureaccum._demo import _screen
+    from pureaccum._demo import screen
 
     def half(self, file, **_):
         Path(file).write_bytes(b"half") if isinstance(file, Path) else file.write(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(_screen, "_losses", lambda *_: None)
-    monkeypatch.setattr(_screen, "_distances", lambda *_: None)
-    monkeypatch.setattr(_screen, "_memory", lambda *_: None)
+    monkeypatch.setattr(screen, "_losses", lambda *_: None)
+    monkeypatch.setattr(screen, "_distances", lambda *_: None)
+    monkeypatch.setattr(screen, "_memory", lambda *_: None)
     monkeypatch.setattr(Figure, "savefig", half)
     Path("demo.png").write_bytes(b"before")
     with pytest.raises(OSError, match="no space left"):
-        _screen.draw([], {}, Path("demo.png"))
+        screen.draw([], {}, Path("demo.png"))
     assert Path("demo.png").read_bytes() == b"before"
     assert [path.name for path in Path().iterdir()] == ["demo.png"]
 

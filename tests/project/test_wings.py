@@ -140,7 +140,7 @@ def test_the_parser_sees_what_it_looks_for():
         "from pureaccum.testing import check_accumulation\n"
     )
     assert set(private(tree)) == {"_C", "_parameters", "_buffers"}
-    tree = ast.parse("from .loss import x\nfrom . import batches\nfrom .._base.trees import y\n")
-    assert set(imports("_core.weights", tree)) == {"_core.loss", "_core.batches", "_base.trees"}
+    tree = ast.parse("from .losses import x\nfrom . import batches\nfrom .._base.trees import y\n")
+    assert set(imports("_core.weights", tree)) == {"_core.losses", "_core.batches", "_base.trees"}
     tree = ast.parse("from pureaccum.testing import check_accumulation\nfrom torch import y\n")
     assert set(imports("_demo.__init__", tree)) == {"testing.__init__"}

@@ -552,7 +552,7 @@ def test_workers_of_a_loader_may_call_a_functional(context):
 
 COLLECTED = """
 import gc, os, threading, time
-from pureaccum._base.generators import generators, restore
+from pureaccum._base.random_state import generators, restore
 
 def work():
     for _ in range(2000):

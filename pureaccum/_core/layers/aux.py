@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from ..loss import join_aux, read
+from ..losses import join_aux, read
 from ..seams import Seams, Window
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from ..._base.checks import check_choice
-from ..loss import Reduction
+from ..losses import Reduction
 from ..seams import Engine, Layer, Nonfinite, Rule, Seams, Window
 from .aux import aux
 from .raising import raising

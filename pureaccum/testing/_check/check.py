@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._base.checks import check_choice, read_params
 from ..._base.trees import all_finite, flatten, paths
 from ..._core.batches import Batch, need_rows, read_batch, rows_to_cut
-from ..._core.loss import Reduction
+from ..._core.losses import Reduction
 from .diagnosis import UNKNOWN, Case, diagnose, wrong_derivatives
 from .kept import names_of
 from .loop import Loop, of_loop, run_loop, trial_of_loop
@@ -256,12 +256,12 @@ def _examine(
 ) -> Report:
     """Try all splits of one loss on some batches, find the causes, and then try the loop."""
     subject, names = subjects[0], ["value", *paths(flatten(subjects[0].params)[1], "params")]
-    trials = [_comparable_trial(each, seen.narrowest, reference) for each in subjects]
-    sound = _try_all(trials, splits)
+    tried = [_comparable_trial(each, seen.narrowest, reference) for each in subjects]
+    sound = _try_all(tried, splits)
     times = 12 if seen.draws or seen.assigned else 1
-    draws, keeps = repeats(trials[0].subject, whole_batch, trials[0].bound, times)
+    draws, keeps = repeats(tried[0].subject, whole_batch, tried[0].bound, times)
     found, overflow = _compared(
-        trials,
+        tried,
         splits,
         sound,
         lambda split: accumulated(subject, split).leaves,
@@ -269,7 +269,7 @@ def _examine(
     )
     case = Case(
         subject=subject,
-        trial=next((trial for trial in trials if not trial.fits(splits)), trials[0]),
+        trial=next((trial for trial in tried if not trial.fits(splits)), tried[0]),
         seen=seen,
         splits=splits,
         draws=draws,
@@ -279,11 +279,11 @@ def _examine(
     )
     causes = diagnose(case)
     if finite_differences and not causes:
-        causes = tuple(wrong_derivatives(trials[0].subject))
+        causes = tuple(wrong_derivatives(tried[0].subject))
     if loop is not None:
         with _advising(reference):
-            run_loop(loop, trials[0].subject, splits[0])  # what it raises comes through
-        found, names = _loop_compared(loop, trials, splits, sound, subject), names[1:]
+            run_loop(loop, tried[0].subject, splits[0])  # what it raises comes through
+        found, names = _loop_compared(loop, tried, splits, sound, subject), names[1:]
         cause = None if causes else _cause_of_loop(loop, found, case, reference)
         causes = (cause,) if cause else causes
     if reference == "native":  # the full batch's own error is not known
@@ -295,27 +295,27 @@ def _examine(
 
 
 def _compared(
-    trials: list[Trial],
+    tried: list[Trial],
     splits: list[Split],
     sound: list[Split],
     run: Callable[[Split], list[Tensor]],
     alone: Callable[[], list[Tensor]],
 ) -> tuple[Comparison, int | None]:
     """All splits beside the full batch, and the sound ones in the loss's own dtypes."""
-    full = trials[0].whole(trials[0].subject.everything())
-    worst = worst_of(trials, splits, len(full))
+    full = tried[0].whole(tried[0].subject.everything())
+    worst = worst_of(tried, splits, len(full))
     native, overflow = compare_natively(run, alone, full, sound)
-    return Comparison(trials, splits, worst, native), overflow
+    return Comparison(tried, splits, worst, native), overflow
 
 
 def _loop_compared(
     loop: Loop, own: list[Trial], splits: list[Split], sound: list[Split], subject: Subject
 ) -> Comparison:
-    trials = [trial_of_loop(loop, trial) for trial in own]
+    tried = [trial_of_loop(loop, trial) for trial in own]
     return _compared(
-        trials,
+        tried,
         splits,
-        [split for split in _try_all(trials, splits) if split in sound],
+        [split for split in _try_all(tried, splits) if split in sound],
         lambda split: run_loop(loop, subject, split),
         lambda: whole_batch(subject).leaves[1:],
     )[0]
@@ -334,12 +334,12 @@ def _comparable_trial(subject: Subject, narrowest: torch.dtype, reference: Refer
     return trial
 
 
-def _try_all(trials: list[Trial], splits: list[Split]) -> list[Split]:
+def _try_all(tried: list[Trial], splits: list[Split]) -> list[Split]:
     """Try all splits; returns those among the fixed ones that give finite numbers."""
-    for trial in trials:
+    for trial in tried:
         for split in splits:
             trial.outcome(split)
-    return [split for split in splits[:3] if max(trials[0].outcome(split).errors) < math.inf]
+    return [split for split in splits[:3] if max(tried[0].outcome(split).errors) < math.inf]
 
 
 def _cause_of_loop(

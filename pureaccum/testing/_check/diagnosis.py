@@ -18,7 +18,7 @@ from ..._base.checks import here
 from ..._base.refusals import users_line
 from ..._base.trees import flatten, paths, tree_leaves, tree_map, unflatten
 from ..._core.differences import Miss, SecondOrder, misses
-from ..._core.loss import Reduction, read
+from ..._core.losses import Reduction, read
 from ...curvature import hvp
 from .kept import Kept
 from .report import Diagnosis, Split

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._base.torch_internals.modules import tensor_places
+from ..._base.torch_internals.module_slots import tensor_places
 from .._assertions import dense, same
 from .._pure import captured, contents, elsewhere, global_names
 

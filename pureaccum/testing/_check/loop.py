@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._base.checks import check_same_structure
 from ..._base.trees import flatten, paths, tree_leaves
 from ..._core.ledger import plain_sum
-from ..._core.loss import divisor
+from ..._core.losses import divisor
 from .report import Diagnosis, Indices, Split
 from .subject import Subject, uneven
 from .trials import Bound, Result, Trial, repeats

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..._base.trees import all_finite, norm
-from ..._core.loss import Weighted
+from ..._core.losses import Weighted
 from .report import Diagnosis, Indices, Split
 from .trials import Bound, Result, Trial, errors, raises, value_and_gradient
 

@@ -25,7 +25,7 @@ from ..._base.trees import tree_map, unflatten
 from ..._core.accumulator import accumulator
 from ..._core.batches import Batch
 from ..._core.ledger import AccumState
-from ..._core.loss import Reduction
+from ..._core.losses import Reduction
 from ..._core.precision import InDtype
 from ..._core.writes import unguarded
 from .kept import Kept

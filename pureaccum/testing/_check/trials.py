@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..._base.trees import add, all_finite, norm, tree_leaves, tree_map
 from ..._core.ledger import AccumState, plain_sum
-from ..._core.loss import divisor, mean_value
+from ..._core.losses import divisor, mean_value
 from .kept import Kept
 from .report import Diagnosis, Indices, Leaf, Report, Split
 from .subject import Subject

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from ..._base.refusals import users_line
 from ..._base.torch_internals.autograd import leads_to
 from ..._base.torch_internals.modes import transform_active
-from ..._base.torch_internals.modules import is_cache
+from ..._base.torch_internals.module_slots import is_cache
 from ..._base.trees import flatten, paths, tree_leaves
 from ..._core.ledger import AccumState
-from ..._core.loss import Weighted, is_pair
+from ..._core.losses import Weighted, is_pair
 from .._pure import generators_beside_torch, reachable
 from .kept import Held, Kept, Namespace, differs
 from .report import Indices

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..._base.trees import Tree, tree_leaves, tree_map
-from ..._core.loss import Reduction, Weighted
+from ..._core.losses import Reduction, Weighted
 from .data import seeds
 
 

@@ -22,7 +22,7 @@ import pureaccum as pa
 
 from .._base.trees import tree_map
 from ..checkpoint.files import whole_file
-from ._race import (
+from .race import (
     RATE,
     ROWS,
     SIZE,

@@ -192,8 +192,8 @@ def _init(method: Method, params: Tree) -> Any:
     lr = kept_rate(method.lr, leaves, spec)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     zeros = partial(torch.zeros_like, requires_grad=False)
-    trees = {name: tree_map(zeros, params) for name in method.trees}
-    return method.state(steps=with_settings(steps, method.settings), lr=lr, **trees)
+    zero = {name: tree_map(zeros, params) for name in method.trees}
+    return method.state(steps=with_settings(steps, method.settings), lr=lr, **zero)
 
 
 def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
@@ -216,8 +216,8 @@ def _begin(method: Method, state: Any, params: Flat) -> Ready:
     rate = state.lr if isinstance(method.lr, float) else rate_at(method.lr, state.steps)
     if transform_active():  # a graph moves it once, and not for every dtype
         rate = moved(rate, params[0][0].device)
-    trees = [tree_leaves(getattr(state, name)) for name in method.trees]
-    begun = _Begun(method=method, state=state, params=params, trees=trees, rate=rate)
+    old = [tree_leaves(getattr(state, name)) for name in method.trees]
+    begun = _Begun(method=method, state=state, params=params, trees=old, rate=rate)
     return Ready(sound=is_sound(rate, params[0]), apply=begun.take)
 
 
@@ -234,10 +234,10 @@ class _Begun(NamedTuple):
         self, grads: list[Tensor], applied: Applied, donate: bool, norm: Tensor | None
     ) -> tuple[Tree, Any]:
         """The next params and state, from the columns of both."""
-        method, state, (leaves, spec), trees, rate = self
+        method, state, (leaves, spec), old, rate = self
         own = (writes := may_write()) and donate
         given_up = [*leaves, *tree_leaves(state)] if own else []
-        columns, terms, layouts = _on_this_rank([leaves, *trees], grads)
+        columns, terms, layouts = _on_this_rank([leaves, *old], grads)
         # What the next state holds beside the columns is made before anything is written.
         step, lr = state.steps + 1, state.lr.clone() if isinstance(method.lr, float) else ()
         more = applied if isinstance(applied, bool) else moved(applied, state.steps.device)

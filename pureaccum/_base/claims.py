@@ -209,10 +209,10 @@ def between_ranks(
 # One form on all ranks -------------------------------------------------------------------
 
 
-def nothing_of(trees: Tree, device: torch.device) -> Tensor:
-    """A zero that all transforms follow which map, or follow a tensor of some trees."""
+def nothing_of(held: Tree, device: torch.device) -> Tensor:
+    """A zero that every transform follows which maps or follows one of some tensors."""
     zero = zero_of_all_levels(device)
-    for x in open_tree(trees)[0]:
+    for x in open_tree(held)[0]:
         if isinstance(x, Tensor) and followed(x, transform_level() or 0)[0]:
             zero = zero + real_parts(x).reshape(-1)[:0].sum().to(zero)
     return zero
