@@ -17,17 +17,10 @@ import torch
 from torch import Tensor
 
 # Classes that users find here are of this module.
-from ._base.claims import Claim as _Claim
-from ._base.claims import agreement, claim
-from ._base.dtensors import refuse_sharded
-from ._base.states import mark
-from ._base.torch_internals.modes import transform_active
-from ._base.trees import Tree, flatten, paths, tree_leaves, unflatten
-from ._core.batches import cut_batch, need_rows, read_batch, rows_to_cut
-from ._core.buckets import AHEAD, group_of, meet, sum_over_ranks_
+from ._base import claims, dtensors, states, trees
+from ._base.torch_internals import modes
+from ._core import batches, buckets, ledger
 from ._core.exchange import exchange, gather_one
-from ._core.ledger import AccumState as _AccumState
-from ._core.ledger import read_state
 
 
 __all__ = ["Pending", "all_reduce", "gather", "psum", "shard_batch"]
@@ -36,7 +29,7 @@ __all__ = ["Pending", "all_reduce", "gather", "psum", "shard_batch"]
 # Inside of a function ------------------------------------------------------------------------
 
 
-def psum(tree: Tree, group: Any = None) -> Tree:
+def psum(tree: trees.Tree, group: Any = None) -> trees.Tree:
     """Add up a tree over ranks, inside of a function that is differentiated.
 
     The rule: of each tensor the sum over all ranks, on every rank. ``sum(x) / count`` of a batch
@@ -68,7 +61,7 @@ def psum(tree: Tree, group: Any = None) -> Tree:
     return exchange("psum", tree, group)
 
 
-def gather(rows: Tree, group: Any = None) -> Tree:
+def gather(rows: trees.Tree, group: Any = None) -> trees.Tree:
     """Collect the rows of all ranks, inside of a function that is differentiated.
 
     The rule: ``torch.cat`` of the rows of rank 0, 1, 2, …, on every rank. A contrastive loss over a
@@ -96,26 +89,28 @@ def gather(rows: Tree, group: Any = None) -> Tree:
         `jax.lax.all_gather <https://docs.jax.dev/en/latest/_autosummary/jax.lax.all_gather.html>`_
     """
     _check_tensors(rows, "gather")
-    need_rows(read_batch(rows, "rows"), "rows")
+    batches.need_rows(batches.read_batch(rows, "rows"), "rows")
     return exchange("gather", rows, group)
 
 
-def _check_tensors(tree: Tree, call: str) -> None:
-    leaves, spec = flatten(tree)
+def _check_tensors(tree: trees.Tree, call: str) -> None:
+    leaves, spec = trees.flatten(tree)
     for i, x in enumerate(leaves):
         if not isinstance(x, Tensor) or (x.dtype == torch.bool and call == "psum"):
             came = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise TypeError(
-                f"{paths(spec, 'tree')[i]}, given to {call}, is {came}; expected a tensor"
+                f"{trees.paths(spec, 'tree')[i]}, given to {call}, is {came}; expected a tensor"
                 f"{' of numbers' if call == 'psum' else ''}."
             )
-    refuse_sharded(leaves, "the tree", f"{call} takes what a rank holds whole: x.full_tensor().")
+    dtensors.refuse_sharded(
+        leaves, "the tree", f"{call} takes what a rank holds whole: x.full_tensor()."
+    )
 
 
 # After it ------------------------------------------------------------------------------------
 
 
-_AGREED = agreement({})  # among ranks that call all_reduce
+_AGREED = claims.agreement({})  # among ranks that call all_reduce
 
 
 class Pending(NamedTuple):
@@ -136,14 +131,14 @@ class Pending(NamedTuple):
         >>> dist.destroy_process_group()
     """
 
-    wait: Callable[[], _AccumState]
+    wait: Callable[[], ledger.AccumState]
 
 
 def all_reduce(
-    state: _AccumState,
+    state: ledger.AccumState,
     group: Any = None,
     *,
-    merge: Callable[[_AccumState, _AccumState], _AccumState] | None = None,
+    merge: Callable[[ledger.AccumState, ledger.AccumState], ledger.AccumState] | None = None,
     donate: bool = False,
     async_op: bool = False,
 ) -> Any:
@@ -179,21 +174,21 @@ def all_reduce(
     References:
         `torch.distributed.all_reduce <https://docs.pytorch.org/docs/stable/distributed.html>`_
     """
-    read_state(state)
-    if transform_active():
+    ledger.read_state(state)
+    if modes.transform_active():
         raise RuntimeError(
             "all_reduce came under a transform or torch.compile; reduce what comes out "
             "of it, or add up what is differentiated by psum."
         )
-    group = group_of(group)
-    leaves, spec = flatten(state.grads)
-    refuse_sharded(
+    group = buckets.group_of(group)
+    leaves, spec = trees.flatten(state.grads)
+    dtensors.refuse_sharded(
         leaves, "state.grads", "finalize and the step's end add those up over their mesh."
     )
     for i, leaf in enumerate(leaves):
         if merge is None and leaf.dtype == torch.bool:
             raise TypeError(
-                f"{paths(spec, 'state.grads')[i]} is torch.bool, which has no sum. Pass the "
+                f"{trees.paths(spec, 'state.grads')[i]} is torch.bool, which has no sum. Pass the "
                 "accumulator's own merge=acc.merge, which knows what becomes of it."
             )
     if merge is not None and async_op:
@@ -204,29 +199,29 @@ def all_reduce(
         "same order. Another model, or another accumulator, on one of them?"
     )
     kinds, device = {"state": state}, state.total.device
-    claimed = claim(_AGREED, call, kinds, {}, device, cause, whole=False)
+    claimed = claims.claim(_AGREED, call, kinds, {}, device, cause, whole=False)
     if merge is not None:
-        meet(claimed, group)
+        buckets.meet(claimed, group)
         merged = reduce(merge, _states_of_all(state, group))
         if donate:
-            mark(tree_leaves(state))
+            states.mark(trees.tree_leaves(state))
         return merged
-    own = [x.detach() if donate else x.clone() for x in tree_leaves(state)]
-    work = unflatten(flatten(state)[1], own)._replace(grads=own[: len(leaves)])
+    own = [x.detach() if donate else x.clone() for x in trees.tree_leaves(state)]
+    work = trees.unflatten(trees.flatten(state)[1], own)._replace(grads=own[: len(leaves)])
     if donate:  # before anything is written, so that an error leaves nothing half added
-        mark(tree_leaves(state))
-    ahead = len(own) if async_op else AHEAD
+        states.mark(trees.tree_leaves(state))
+    ahead = len(own) if async_op else buckets.AHEAD
     del own  # work has them, and drops them one by one
     wait = begin_sum(work, group, claimed, ahead=ahead)
 
-    def finish() -> _AccumState:
+    def finish() -> ledger.AccumState:
         merged, _ = wait()
-        return merged._replace(grads=unflatten(spec, merged.grads))
+        return merged._replace(grads=trees.unflatten(spec, merged.grads))
 
     return Pending(finish) if async_op else finish()
 
 
-def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
+def shard_batch(batch: trees.Tree, rank: int, world: int) -> trees.Tree:
     """The rows of a batch that one of several ranks takes.
 
     The rule: ``torch.tensor_split(x, world)[rank]`` of every tensor ``x``: consecutive rows; where
@@ -248,27 +243,29 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
         `torch.tensor_split
         <https://docs.pytorch.org/docs/stable/generated/torch.tensor_split.html>`_, leaf by leaf.
     """
-    flat = read_batch(batch)
-    rows = rows_to_cut(flat)
+    flat = batches.read_batch(batch)
+    rows = batches.rows_to_cut(flat)
     if not 0 <= rank < world:
         raise ValueError(
             f"rank is {rank!r} and world {world!r}; expected a rank from 0 to world - 1, as "
             "torch.distributed.get_rank() and get_world_size() give."
         )
-    return list(cut_batch(flat, [rows // world + (i < rows % world) for i in range(world)]))[rank]
+    return list(
+        batches.cut_batch(flat, [rows // world + (i < rows % world) for i in range(world)])
+    )[rank]
 
 
 # Pieces that a step shares --------------------------------------------------------------
 
 
 def begin_sum(
-    state: _AccumState,
+    state: ledger.AccumState,
     group: Any,
-    claimed: _Claim,
+    claimed: claims.Claim,
     *more: Tensor,
     unit: Any = 1.0,
-    ahead: int = AHEAD,
-) -> Callable[[], tuple[_AccumState, Tensor]]:
+    ahead: int = buckets.AHEAD,
+) -> Callable[[], tuple[ledger.AccumState, Tensor]]:
     """Begin to add up the states of all ranks, whose gradients are lists and are given up.
 
     If nobody has looked whether ranks agree, and they do not, the total becomes NaN.
@@ -298,9 +295,9 @@ def begin_sum(
         sums.append(state.squares.clone())
         times.append(1.0)
     with torch.no_grad():
-        wait = sum_over_ranks_(sums, numbers, group, claimed, times=times, ahead=ahead)
+        wait = buckets.sum_over_ranks_(sums, numbers, group, claimed, times=times, ahead=ahead)
 
-    def finish() -> tuple[_AccumState, Tensor]:
+    def finish() -> tuple[ledger.AccumState, Tensor]:
         with torch.no_grad():
             of_all, agreed = wait()
         of_ranks = of_all[:, : len(amounts)].sum(0).unbind()
@@ -314,8 +311,8 @@ def begin_sum(
     return finish
 
 
-def _states_of_all(state: _AccumState, group: Any) -> list[_AccumState]:
-    leaves, spec = flatten(state)
+def _states_of_all(state: ledger.AccumState, group: Any) -> list[ledger.AccumState]:
+    leaves, spec = trees.flatten(state)
     with torch.no_grad():
         columns = [gather_one(leaf, group) for leaf in leaves]
-    return [unflatten(spec, list(row)) for row in zip(*columns, strict=True)]
+    return [trees.unflatten(spec, list(row)) for row in zip(*columns, strict=True)]

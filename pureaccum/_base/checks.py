@@ -16,10 +16,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .containers import open_tree
-from .dtensors import PLAIN, any_sharded, first_partial, is_sharded
-from .torch_internals.modes import transform_active
-from .trees import Tree, flatten, paths
+from . import containers, dtensors, trees
+from .torch_internals import modes
 
 
 S = TypeVar("S")
@@ -150,37 +148,39 @@ def check_disjoint(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> 
 # Trees ---------------------------------------------------------------------------------------
 
 
-def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optree.PyTreeSpec]:
+def read_params(params: trees.Tree, root: str = "params") -> tuple[list[Tensor], optree.PyTreeSpec]:
     """Flatten what is differentiated, or say which leaf has no gradient."""
-    leaves, spec = flatten(params)
+    leaves, spec = trees.flatten(params)
     if not leaves:
         raise ValueError(
             f"{root} has no leaves, so there is nothing to differentiate. Is every parameter of "
             "the module frozen (requires_grad=False)?"
         )
-    plain = not torch.compiler.is_dynamo_compiling() and PLAIN.issuperset(map(type, leaves))
+    plain = not torch.compiler.is_dynamo_compiling() and dtensors.PLAIN.issuperset(
+        map(type, leaves)
+    )
     if plain and _FLOATS.issuperset([x.dtype for x in leaves]):
         return leaves, spec
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            if open_tree(params, root)[1] != spec:  # whose classes are known from now on
+            if containers.open_tree(params, root)[1] != spec:  # whose classes are known from now on
                 return read_params(params, root)
             raise TypeError(
-                f"{paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. What is "
-                "not differentiated (a setting, a module) goes in another argument of the "
+                f"{trees.paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. What "
+                "is not differentiated (a setting, a module) goes in another argument of the "
                 "function; a module's parameters are dict(module.named_parameters())."
             )
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise TypeError(
-                f"{paths(spec, root)[i]} is {leaf.dtype}; expected a floating-point or complex "
-                "tensor, since an integer has no gradient. A buffer or an index among the "
+                f"{trees.paths(spec, root)[i]} is {leaf.dtype}; expected a floating-point or "
+                "complex tensor, since an integer has no gradient. A buffer or an index among the "
                 "parameters? Pass it in another argument of the function."
             )
-    i = first_partial(leaves)
+    i = dtensors.first_partial(leaves)
     if i is not None:
         raise ValueError(
-            f"{paths(spec, root)[i]} is a DTensor that is Partial: no rank has its numbers, only "
-            "terms of them. Redistribute it: param.redistribute(placements=[Replicate()])."
+            f"{trees.paths(spec, root)[i]} is a DTensor that is Partial: no rank has its numbers, "
+            "only terms of them. Redistribute it: param.redistribute(placements=[Replicate()])."
         )
     return leaves, spec
 
@@ -188,13 +188,14 @@ def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optre
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
-def read_tensors(tree: Tree, root: str, cause: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
+def read_tensors(tree: trees.Tree, root: str, cause: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """Flatten what a user's function returned, or say which leaf is no tensor."""
-    leaves, spec = flatten(tree)
+    leaves, spec = trees.flatten(tree)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. {cause}"
+                f"{trees.paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. "
+                f"{cause}"
             )
     return leaves, spec
 
@@ -226,7 +227,7 @@ def check_same_structure(
     # Compilers cannot compare structures (torch 2.11), or mind the order of a dict's keys (2.13).
     if torch.compiler.is_dynamo_compiling() or expected == came:
         return
-    want, have = paths(expected, came_root), paths(came, came_root)
+    want, have = trees.paths(expected, came_root), trees.paths(came, came_root)
     has, wanted = set(have), set(want)
     missing = next((path for path in want if path not in has), None)
     extra = next((path for path in have if path not in wanted), None)
@@ -252,19 +253,30 @@ def check_fits(
 ) -> None:
     """Check that two trees have one structure, and each leaf one shape, whatever their dtypes."""
     check_same_structure(like_spec, spec, names[1], names[0], cause)
-    plain = not torch.compiler.is_dynamo_compiling() and PLAIN.issuperset(map(type, leaves))
-    if plain and [x.shape for x in leaves] == [x.shape for x in like] and not any_sharded(like):
+    plain = not torch.compiler.is_dynamo_compiling() and dtensors.PLAIN.issuperset(
+        map(type, leaves)
+    )
+    if (
+        plain
+        and [x.shape for x in leaves] == [x.shape for x in like]
+        and not dtensors.any_sharded(like)
+    ):
         return
     for i, (leaf, other) in enumerate(zip(leaves, like, strict=True)):
         if leaf.shape != other.shape:
             raise ValueError(
-                f"{paths(spec, names[0])[i]} has shape {tuple(leaf.shape)}; {names[1]} has "
+                f"{trees.paths(spec, names[0])[i]} has shape {tuple(leaf.shape)}; {names[1]} has "
                 f"{tuple(other.shape)} there. {cause}"
             )
-        if type(leaf) is not type(other) and is_sharded(leaf) is not is_sharded(other):
-            kind, expected = ("a DTensor", "plain") if is_sharded(leaf) else ("plain", "a DTensor")
+        if type(leaf) is not type(other) and dtensors.is_sharded(leaf) is not dtensors.is_sharded(
+            other
+        ):
+            kind, expected = (
+                ("a DTensor", "plain") if dtensors.is_sharded(leaf) else ("plain", "a DTensor")
+            )
             raise ValueError(
-                f"{paths(spec, names[0])[i]} is {kind}; {names[1]} has {expected} there. {cause}"
+                f"{trees.paths(spec, names[0])[i]} is {kind}; {names[1]} has {expected} there. "
+                f"{cause}"
             )
 
 
@@ -331,6 +343,6 @@ def refuse_without_graph(what: str) -> None:
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
     """Leave inference mode, in which autograd records nothing, and says nothing."""
-    if transform_active() or not torch.is_inference_mode_enabled():
+    if modes.transform_active() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)

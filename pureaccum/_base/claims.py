@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .containers import open_tree
-from .dtensors import local
-from .torch_internals.functorch import followed, transform_level, zero_of_all_levels
-from .trees import Flat, Tree, flatten, paths, real_parts, tree_map
+from . import containers, dtensors, trees
+from .torch_internals import functorch
 
 
 CLAIM_NUMBERS = 3  # in a claim
@@ -79,8 +77,8 @@ class Claim(NamedTuple):
 def claim(
     agreed: Agreement,
     call: str,
-    kinds: Mapping[str, Tree],
-    values: Mapping[str, Tree],
+    kinds: Mapping[str, trees.Tree],
+    values: Mapping[str, trees.Tree],
     device: torch.device,
     cause: str,
     *,
@@ -98,7 +96,7 @@ def claim(
         whole: Whether to read all values. None reads them at the first call, and at calls 2, 4, 8,
             … too where nobody waits for that.
     """
-    flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
+    flat = {root: trees.flatten(tree) for root, tree in (*values.items(), *kinds.items())}
     looks = tuple((root, spec, *map(_look, leaves)) for root, (leaves, spec) in flat.items())
     flat = {root: flat[root] for root in values}  # what is summed is given up, and must be free
     kind = agreed.kinds.get((call, looks))
@@ -116,7 +114,9 @@ def claim(
     leaves = [x for of_tree, _ in flat.values() for x in of_tree if isinstance(x, Tensor)]
     return Claim(
         kind=kind,
-        bits=reduce(lambda check, x: checksum(local(x), check), leaves, 0) if whole else NOT_READ,
+        bits=reduce(lambda check, x: checksum(dtensors.local(x), check), leaves, 0)
+        if whole
+        else NOT_READ,
         few=_small([x for x in leaves if x.numel() <= FEW], device),
         look=new or turn or here,
         words=lambda: [*told(), _values_in_words(flat)],
@@ -133,17 +133,17 @@ def _kinds_in_words(looks: Iterable[tuple[Any, ...]]) -> Table:
     alike = {
         name: f"{look[0]} of shape {tuple(look[1])}" if isinstance(look, tuple) else str(look)
         for root, spec, *of_tree in looks
-        for name, look in zip(paths(spec, root), of_tree, strict=True)
+        for name, look in zip(trees.paths(spec, root), of_tree, strict=True)
     }
     return {**alike, "the order of the leaves": ", ".join(alike)}
 
 
-def _values_in_words(flat: Mapping[str, Flat]) -> Table:
+def _values_in_words(flat: Mapping[str, trees.Flat]) -> Table:
     """Counts, scales and rates first: they say more than checksums."""
     named = [
         pair
         for root, (leaves, spec) in flat.items()
-        for pair in zip(paths(spec, root), leaves, strict=True)
+        for pair in zip(trees.paths(spec, root), leaves, strict=True)
     ]
     named.sort(key=lambda it: it[1].numel() if isinstance(it[1], Tensor) else 0)
     return {name: value_in_words(leaf) for name, leaf in named}
@@ -209,21 +209,21 @@ def between_ranks(
 # One form on all ranks -------------------------------------------------------------------
 
 
-def nothing_of(held: Tree, device: torch.device) -> Tensor:
+def nothing_of(held: trees.Tree, device: torch.device) -> Tensor:
     """A zero that every transform follows which maps or follows one of some tensors."""
-    zero = zero_of_all_levels(device)
-    for x in open_tree(held)[0]:
-        if isinstance(x, Tensor) and followed(x, transform_level() or 0)[0]:
-            zero = zero + real_parts(x).reshape(-1)[:0].sum().to(zero)
+    zero = functorch.zero_of_all_levels(device)
+    for x in containers.open_tree(held)[0]:
+        if isinstance(x, Tensor) and functorch.followed(x, functorch.transform_level() or 0)[0]:
+            zero = zero + trees.real_parts(x).reshape(-1)[:0].sum().to(zero)
     return zero
 
 
-def tied(tree: Tree, zero: Tensor) -> Tree:
+def tied(tree: trees.Tree, zero: Tensor) -> trees.Tree:
     """The same numbers in one form on all ranks: transforms follow them as they do a zero.
 
     What a rank computes from no rows no transform would follow, and the others would wait for it.
     """
-    return tree_map(lambda x: torch.where(zero == 0, x, zero.to(x.device, x.dtype)), tree)
+    return trees.tree_map(lambda x: torch.where(zero == 0, x, zero.to(x.device, x.dtype)), tree)
 
 
 # Tensors as numbers and as words ---------------------------------------------------------
@@ -236,7 +236,7 @@ def value_in_words(x: Any) -> str:
     x = x.detach()
     if x.numel() <= FEW and bool((x == x).all()):  # NaN has many bits, and one name
         return str(x.tolist())
-    return f"{tuple(x.shape)} with checksum {checksum(local(x)):08x}"
+    return f"{tuple(x.shape)} with checksum {checksum(dtensors.local(x)):08x}"
 
 
 def _small(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -258,7 +258,7 @@ def _mixed(tensors: list[Tensor], device: torch.device) -> Tensor:
     """A checksum that no host reads: of integers, which wrap in the same way everywhere."""
     integers: list[Tensor] = []
     for x in tensors:
-        x = real_parts(x.detach())
+        x = trees.real_parts(x.detach())
         x = x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)
         integers.append(x.to(device).reshape(-1))
     numbers = torch.cat(integers)

@@ -16,20 +16,20 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
-from .trees import NAMESPACE, Flat, Tree, flatten
+from . import trees
 
 
 _known: set[type] = set()
 _lock = Lock()
 
 
-def open_tree(tree: Tree, root: str = "args") -> Flat:
+def open_tree(tree: trees.Tree, root: str = "args") -> trees.Flat:
     """The leaves and the structure of a tree, in which mappings and dataclasses are trees too."""
-    leaves, spec = flatten(tree)
+    leaves, spec = trees.flatten(tree)
     while found := [x for x in leaves if type(x) is not Tensor and _is_closed(x)]:
         for x in found:
             _make_known(x, root)
-        leaves, spec = flatten(tree)
+        leaves, spec = trees.flatten(tree)
     return leaves, spec
 
 
@@ -45,7 +45,7 @@ def _make_known(x: Any, root: str) -> None:
     with _lock:
         if cls in _known:
             return
-        knobs: Any = {"namespace": NAMESPACE}
+        knobs: Any = {"namespace": trees.NAMESPACE}
         if isinstance(x, Mapping):
             entry, taken, made = optree.MappingEntry, _items, partial(_mapping, cls)
             _check_made(x, root)

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .random_state import put_back
-from .torch_internals.modes import answering
-from .torch_internals.operations import signature_of
-from .trees import tree_map
+from . import random_state, trees
+from .torch_internals import modes, operations
 
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -46,7 +44,7 @@ def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     """Whether an operation draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    for i, (name, default) in enumerate(signature_of(operation)[1].items()):
+    for i, (name, default) in enumerate(operations.signature_of(operation)[1].items()):
         if name in _SWITCHES:
             return bool(args[i] if len(args) > i else kwargs.get(name, default))
     return True
@@ -67,7 +65,7 @@ def cast_tree(tree: Any, dtype: torch.dtype | None) -> Any:
             return x
         return x.detach().to(others.get(x.dtype, x.dtype), copy=True)
 
-    return tree_map(copy, tree)
+    return trees.tree_map(copy, tree)
 
 
 def deterministic(dtype: torch.dtype | None) -> Any:
@@ -92,12 +90,12 @@ def deterministic(dtype: torch.dtype | None) -> Any:
         )
         return cast(out) if others else out
 
-    return answering(answer)
+    return modes.answering(answer)
 
 
 def _drawless(operation: Any) -> Callable[..., Any]:
     """What a random operation gives where nothing is random."""
-    name, named = signature_of(operation)
+    name, named = operations.signature_of(operation)
 
     def called(*args: Any, **kwargs: Any) -> Any:
         its = dict(zip(named, args, strict=False)) | kwargs
@@ -112,7 +110,7 @@ def _drawless(operation: Any) -> Callable[..., Any]:
             raise NotImplementedError(f"{name} draws random numbers")
         kwargs |= {"generator": None} if "generator" in kwargs else {}
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        with put_back(torch.device("cpu") if x is None else x.device):
+        with random_state.put_back(torch.device("cpu") if x is None else x.device):
             out = operation(*args, **kwargs)
         if name == "randperm":
             return torch.arange(len(out), dtype=out.dtype, device=out.device)

@@ -12,10 +12,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .trees import NAMESPACE, Tree, flatten, unflatten
+from . import trees
 
 
-def tree_get(tree: Tree, name: str) -> Any:
+def tree_get(tree: trees.Tree, name: str) -> Any:
     """What has a name in a tree, such as the learning rate of a training state.
 
     The rule: the one leaf, or the one subtree, whose path ends in ``name``.
@@ -44,7 +44,9 @@ def tree_get(tree: Tree, name: str) -> Any:
     return nodes[found[0]](tree)
 
 
-def tree_set(tree: Tree, changes: Mapping[str, Any] | None = None, /, **named: Any) -> Tree:
+def tree_set(
+    tree: trees.Tree, changes: Mapping[str, Any] | None = None, /, **named: Any
+) -> trees.Tree:
     """A tree with other numbers in the places of some names.
 
     The rule: every leaf whose path ends in a name becomes the number that goes with it, in the
@@ -81,7 +83,7 @@ def tree_set(tree: Tree, changes: Mapping[str, Any] | None = None, /, **named: A
             f"changes is a {type(changes).__name__}; expected a dict from names to numbers, or "
             "names as keywords: tree_set(state, lr=0.1)."
         )
-    leaves, spec = flatten(tree)
+    leaves, spec = trees.flatten(tree)
     paths = [accessor.codify("") for accessor in spec.accessors()]
     new = list(leaves)
     for name, value in {**(changes or {}), **named}.items():
@@ -90,7 +92,7 @@ def tree_set(tree: Tree, changes: Mapping[str, Any] | None = None, /, **named: A
             raise KeyError(_sentence(name, [], paths, set(_nodes(tree)) - {*paths}))
         for i in at:
             new[i] = _like(value, leaves[i], paths[i])
-    return unflatten(spec, new)
+    return trees.unflatten(spec, new)
 
 
 def _checked(name: Any) -> str:
@@ -102,9 +104,9 @@ def _checked(name: Any) -> str:
     return name
 
 
-def _nodes(tree: Tree) -> dict[str, Callable[[Any], Any]]:
+def _nodes(tree: trees.Tree) -> dict[str, Callable[[Any], Any]]:
     """The path to every leaf and every subtree, and a function that gives it."""
-    spec = optree.tree_structure(tree, namespace=NAMESPACE)
+    spec = optree.tree_structure(tree, namespace=trees.NAMESPACE)
     found: dict[str, Callable[[Any], Any]] = {}
     for accessor in spec.accessors():
         for end in range(1, len(accessor) + 1):

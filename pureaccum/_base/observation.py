@@ -18,14 +18,8 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .checks import here
-from .dtensors import any_sharded
-from .random_state import generators, restore
-from .torch_internals.autograd import saved_tensors_hooks
-from .torch_internals.modes import seeing, unseen
-from .torch_internals.module_slots import BUFFERS, is_compiled_module
-from .torch_internals.operations import COLLECTIVES
-from .trees import tree_leaves
+from . import checks, dtensors, random_state, trees
+from .torch_internals import autograd, modes, module_slots, operations
 
 
 class _ReachedRanksError(BaseException):
@@ -42,8 +36,8 @@ class Undo(ExitStack):
 def leaving_nothing() -> Generator[Undo]:
     """Say that what runs inside is dropped: its end undoes what it does."""
     with Undo() as undo:
-        undo.callback(setattr, here, "observed", here.observed)
-        here.observed = undo
+        undo.callback(setattr, checks.here, "observed", checks.here.observed)
+        checks.here.observed = undo
         undo.callback(random_states())
         with _following_modules():
             yield undo
@@ -56,13 +50,13 @@ def random_states(devices: Iterable[torch.device] | None = None) -> Callable[[],
     """
     numpy, python = sys.modules.get("numpy.random"), random.getstate()
     words = None if numpy is None else numpy.get_state()
-    drawn = [] if devices is None else generators(devices)
+    drawn = [] if devices is None else random_state.generators(devices)
 
     def put_back() -> None:
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(words)
-        restore(drawn)
+        random_state.restore(drawn)
 
     return put_back
 
@@ -84,22 +78,22 @@ def observed(
 
     def look(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         before(operation, args, kwargs)
-        given = tree_leaves((args, kwargs))
-        if operation.namespace in COLLECTIVES or any_sharded(given):
+        given = trees.tree_leaves((args, kwargs))
+        if operation.namespace in operations.COLLECTIVES or dtensors.any_sharded(given):
             raise _ReachedRanksError
         if torch.Tag.nondeterministic_seeded in operation.tags:  # the first is undone last
             own = next((x for x in given if isinstance(x, torch.Generator)), None)
-            with unseen():
+            with modes.unseen():
                 if own is None:
-                    undo.callback(restore, generators(devices))
+                    undo.callback(random_state.restore, random_state.generators(devices))
                 else:
                     undo.callback(own.set_state, own.get_state())
 
     with leaving_nothing() as undo:
-        if saved_tensors_hooks() is not None:  # a checkpoint counts what is saved
+        if autograd.saved_tensors_hooks() is not None:  # a checkpoint counts what is saved
             undo.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         try:
-            with seeing(see, look):
+            with modes.seeing(see, look):
                 out = run()
             return out, "reaching" if undo.reached else "whole"
         except (torch.OutOfMemoryError, MemoryError):
@@ -116,7 +110,7 @@ def _itself(x: Any) -> Any:
 
 def put_back_attributes(modules: Iterable[torch.nn.Module]) -> None:
     """Let an observed run leave the attributes of modules as they are now."""
-    if (undo := here.observed) is not None:
+    if (undo := checks.here.observed) is not None:
         for module in modules:
             undo.callback(vars(module).update, dict(vars(module)))
 
@@ -127,18 +121,18 @@ def _following_modules() -> Generator[None]:
 
     Buffers count that a module itself replaces: others may have put theirs into it for the call.
     """
-    undo, held = here.observed, dict[torch.nn.Module, dict[str, Any]]()
+    undo, held = checks.here.observed, dict[torch.nn.Module, dict[str, Any]]()
 
     def before(module: torch.nn.Module, _: object) -> None:
-        if here.observed is undo and not is_compiled_module(module):
+        if checks.here.observed is undo and not module_slots.is_compiled_module(module):
             put_back_attributes([module])
             if not held:  # those below it follow
                 _put_back_hooks(module.modules())
-            held[module] = vars(module)[BUFFERS].copy()
+            held[module] = vars(module)[module_slots.BUFFERS].copy()
 
     def after(module: torch.nn.Module, *_: object) -> None:
-        if here.observed is undo and module in held:
-            table = vars(module)[BUFFERS]
+        if checks.here.observed is undo and module in held:
+            table = vars(module)[module_slots.BUFFERS]
             for name, old in held.pop(module).items():
                 if (new := table.get(name)) is not old:
                     undo.callback(_replace, table, name, new, old)
@@ -156,7 +150,7 @@ def _replace(table: dict[str, Any], name: str, new: Any, old: Any) -> None:
 
 def _put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:
     """Let an observed run leave the hooks of modules as they are now, which shells share."""
-    if (undo := here.observed) is not None:
+    if (undo := checks.here.observed) is not None:
         tables = [x for m in modules for name, x in vars(m).items() if "hooks" in name]
         undo.callback(_refill, [(x, x.copy()) for x in tables if isinstance(x, dict)])
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .torch_internals.modes import unseen
+from .torch_internals import modes
 
 
 class Drawn(NamedTuple):
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
 
 def were_drawn_from(before: list[Drawn], now: list[Drawn]) -> bool:
     """Whether numbers were drawn from generators between two looks at them."""
-    with unseen():
+    with modes.unseen():
         return not all(torch.equal(a.state, b.state) for a, b in zip(before, now, strict=True))
 
 
@@ -56,7 +56,7 @@ def generators(devices: Iterable[torch.device]) -> list[Drawn]:
 
 def states(devices: Sequence[torch.device]) -> list[Drawn]:
     """The states of the generators of devices that have one."""
-    with _ONE_AT_A_TIME, unseen():  # what counts the tensors of a step is not to count these
+    with _ONE_AT_A_TIME, modes.unseen():  # what counts the tensors of a step is not to count these
         return [Drawn(device, _state(device)) for device in devices]
 
 

@@ -17,11 +17,8 @@ import optree
 import torch
 from torch import nn
 
-from .random_state import put_back
-from .states import Spoiled, mark
-from .torch_internals.compiler import compiler_stack, is_compiler_error
-from .torch_internals.modes import pre_dispatching
-from .trees import tree_leaves
+from . import random_state, states, trees
+from .torch_internals import compiler, modes
 
 
 # The compiler --------------------------------------------------------------------------------
@@ -77,17 +74,17 @@ def attempt(
         sentence = compiler_refusal(error)
         if sentence is None:
             if spoils:
-                mark(tree_leaves(args[0]), Spoiled)
+                states.mark(trees.tree_leaves(args[0]), states.Spoiled)
             raise
-        device = tree_leaves(args[0])[0].device
-        with put_back(device):
+        device = trees.tree_leaves(args[0])[0].device
+        with random_state.put_back(device):
             eagerly()
         raise CompileError(sentence) from error
 
 
 def compiler_refusal(error: BaseException) -> str | None:
     """A message for an error of the compiler, or None for any other error."""
-    if not is_compiler_error(error):
+    if not compiler.is_compiler_error(error):
         return None
     text = str(error)
     if is_limit(error):
@@ -98,7 +95,7 @@ def compiler_refusal(error: BaseException) -> str | None:
             "torch.tensor(t, dtype=torch.float64), or torch.int64 for an int. Pad what comes in "
             f"many lengths; keep the order of a dict's keys. The compiler's own words:\n\n{text}"
         )
-    stack = compiler_stack(error)
+    stack = compiler.compiler_stack(error)
     ours = stack and OURS in Path(stack[-1].filename).parents and RAISED.search(text)
     if ours:
         return f"{ours[2]} The compiler's own words:\n\n{text}"
@@ -119,7 +116,7 @@ def compiler_refusal(error: BaseException) -> str | None:
 
 def is_limit(error: BaseException | None) -> bool:
     """Whether the compiler has refused to make one more graph of the same code."""
-    return is_compiler_error(error) and "recompile" in type(error).__name__.lower()
+    return compiler.is_compiler_error(error) and "recompile" in type(error).__name__.lower()
 
 
 def _of_a_library(file: str) -> bool:
@@ -252,7 +249,7 @@ ADVICE = (  # words of torch about vjp, what they mean, and the way out
 
 def refuse_pre_dispatch() -> None:
     """Raise where torch would take gradients for constants."""
-    if pre_dispatching():
+    if modes.pre_dispatching():
         raise RuntimeError(
             "make_fx(pre_dispatch=True) and torch.export record above autograd, where gradients by "
             "torch.func come out as constants. make_fx without pre_dispatch records all of them."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dtensors import Layout, block_of, close, full_of, layout_of, local, module
+from . import dtensors
 
 
 Over = tuple[Any, tuple[int, ...]]  # a mesh, and its dimensions over which rows are sharded
@@ -20,7 +20,7 @@ NOWHERE: Over = (None, ())
 
 def rows_over(leaves: Sequence[Any], dim: int = 0) -> Over:
     """Over which ranks the rows of a batch lie, along a dim; all its tensors have to agree."""
-    over = [_over(layout_of(x), dim % x.dim()) for x in leaves if isinstance(x, Tensor)]
+    over = [_over(dtensors.layout_of(x), dim % x.dim()) for x in leaves if isinstance(x, Tensor)]
     if over and over.count(over[0]) < len(over):
         raise ValueError(
             "the rows of a batch that is cut lie on ranks in different ways: in one tensor they "
@@ -43,19 +43,19 @@ def split_rows(x: Any, sizes: Sequence[int], over: Over, dim: int = 0) -> list[T
             )
     part, at = _on_its_ranks(x, over, dim)
     parts = part.split([n // ranks for n in sizes], dim)
-    return [close(x, _of_rows(at, n, dim)) for x, n in zip(parts, sizes, strict=True)]
+    return [dtensors.close(x, _of_rows(at, n, dim)) for x, n in zip(parts, sizes, strict=True)]
 
 
 def join_rows(parts: Sequence[Any], over: Over, dim: int = 0) -> Tensor:
     """The tensor of which each rank has cut its own rows: they come to lie where they lay."""
     own = [_on_its_ranks(x, over, dim) for x in parts]
     rows = sum(x.shape[dim] for x in parts)
-    return close(torch.cat([x for x, _ in own], dim), _of_rows(own[0][1], rows, dim))
+    return dtensors.close(torch.cat([x for x, _ in own], dim), _of_rows(own[0][1], rows, dim))
 
 
-def _on_its_ranks(x: Any, over: Over, dim: int) -> tuple[Tensor, Layout]:
+def _on_its_ranks(x: Any, over: Over, dim: int) -> tuple[Tensor, dtensors.Layout]:
     """This rank's rows of a tensor, and its layout if they lie on those ranks."""
-    at, tensor = layout_of(x), module()
+    at, tensor = dtensors.layout_of(x), dtensors.module()
     if at is None:
         raise ValueError(
             f"rows that lie on several ranks, as Shard({dim}), came out as a plain tensor; "
@@ -73,13 +73,13 @@ def _on_its_ranks(x: Any, over: Over, dim: int) -> tuple[Tensor, Layout]:
 
 def locally(func: Callable[[Tensor], Tensor], x: Any, last: int) -> Tensor:
     """A function of the ``last`` dims of a tensor, of which each rank computes its own part."""
-    if (at := layout_of(x)) is None:
+    if (at := dtensors.layout_of(x)) is None:
         return func(x)
-    part = func(local(x))
+    part = func(dtensors.local(x))
     lead = x.dim() - last
     shape = torch.Size([*x.shape[:lead], *part.shape[lead:]])
     stride = torch.empty(shape, device="meta").stride()
-    return close(part, at._replace(shape=shape, stride=stride))
+    return dtensors.close(part, at._replace(shape=shape, stride=stride))
 
 
 def numbers_of_rows(x: Any, before: Any, total: int | None) -> Tensor:
@@ -91,8 +91,8 @@ def numbers_of_rows(x: Any, before: Any, total: int | None) -> Tensor:
         total: The rows of a batch of which each rank cuts its own; None for a microbatch of a
             stream, whose rows follow those of the one before.
     """
-    begin, rows = block_of(x)[0][0], local(x).shape[0]
-    index = torch.arange(rows, dtype=torch.int64, device=local(x).device)
+    begin, rows = dtensors.block_of(x)[0][0], dtensors.local(x).shape[0]
+    index = torch.arange(rows, dtype=torch.int64, device=dtensors.local(x).device)
     if total is None or total == x.shape[0] or not rows:
         return before + begin + index
     ranks = x.shape[0] // rows
@@ -101,43 +101,47 @@ def numbers_of_rows(x: Any, before: Any, total: int | None) -> Tensor:
 
 def rows_like(part: Tensor, x: Any) -> Tensor:
     """A tensor of which these are this rank's rows, as those of another one lie."""
-    at = layout_of(x)
+    at = dtensors.layout_of(x)
     if at is None:
         return part
     shape = torch.Size([x.shape[0], *part.shape[1:]])
-    tensor = module()
+    tensor = dtensors.module()
     dims = _over(at, 0)[1]
     placements = [p if i in dims else tensor.Replicate() for i, p in enumerate(at.placements)]
-    return close(part, at._replace(placements=tuple(placements), shape=shape, stride=part.stride()))
+    return dtensors.close(
+        part, at._replace(placements=tuple(placements), shape=shape, stride=part.stride())
+    )
 
 
 def sum_over(x: Any, over: Over) -> Any:
     """The sum of plain tensors over the ranks over which rows lie."""
     if over[0] is None or not isinstance(x, Tensor):
         return x
-    tensor = module()
+    tensor = dtensors.module()
     its = [tensor.Partial() if i in over[1] else tensor.Replicate() for i in range(over[0].ndim)]
-    return full_of(x, over[0], its)
+    return dtensors.full_of(x, over[0], its)
 
 
 def close_rows(x: Any, over: Over) -> Any:
     """The tensor of which each of the ranks over which rows lie has its own rows."""
     if over[0] is None or not isinstance(x, Tensor):
         return x
-    tensor = module()
+    tensor = dtensors.module()
     its = [tensor.Shard(0) if i in over[1] else tensor.Replicate() for i in range(over[0].ndim)]
     rows = int(sum_over(torch.tensor(len(x), device=x.device), over))
     shape = torch.Size([rows, *x.shape[1:]])
-    return close(x.contiguous(), Layout(over[0], tuple(its), shape, x.contiguous().stride()))
+    return dtensors.close(
+        x.contiguous(), dtensors.Layout(over[0], tuple(its), shape, x.contiguous().stride())
+    )
 
 
-def _of_rows(at: Layout, rows: int, dim: int) -> Layout:
+def _of_rows(at: dtensors.Layout, rows: int, dim: int) -> dtensors.Layout:
     whole = torch.Size([*at.shape[:dim], rows, *at.shape[dim + 1 :]])
     stride = at.stride if dim == 0 else torch.empty(whole, device="meta").stride()
     return at._replace(shape=whole, stride=stride)
 
 
-def _over(at: Layout | None, dim: int) -> Over:
+def _over(at: dtensors.Layout | None, dim: int) -> Over:
     if at is None:
         return NOWHERE
     dims = enumerate(getattr(p, "dim", None) for p in at.placements)

@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from .checks import check_same_structure
-from .dtensors import is_sharded, local, refusing
-from .torch_internals.kernels import foreach_copy_
+from . import checks, dtensors
+from .torch_internals import kernels
 from .trees import Tree, at_once, flatten, paths, unflatten
 
 
@@ -109,7 +108,7 @@ def copies(columns: list[list[Tensor]]) -> list[list[Tensor]]:
     every = [*chain.from_iterable(columns)]
     if at_once(every):
         made = [torch.empty_like(x, requires_grad=False) for x in every]
-        foreach_copy_(made, [*map(Tensor.detach, every)])
+        kernels.foreach_copy_(made, [*map(Tensor.detach, every)])
     else:
         made = [x.detach().clone() for x in every]
     rest = iter(made)
@@ -133,9 +132,10 @@ def mark(tensors: Iterable[Tensor], state: type[Refusing] = Donated) -> None:
             tensor.__class__ = state
         elif kind is Donated:  # and the call failed later
             tensor.__class__ = state
-        elif is_sharded(tensor):  # operations go by the outer tensor, to_local gives the inner one
-            mark([local(tensor)], state)
-            tensor.__class__ = refusing(state.reason)
+        elif dtensors.is_sharded(tensor):
+            # operations go by the outer tensor, to_local gives the inner one
+            mark([dtensors.local(tensor)], state)
+            tensor.__class__ = dtensors.refusing(state.reason)
 
 
 # Ensembles: one tree of many -------------------------------------------------------------------
@@ -179,7 +179,9 @@ def stack(trees: Sequence[Tree]) -> Tree:
     for i, tree in enumerate(trees):
         leaves, came = flatten(tree)
         names = ("trees[0]", f"trees[{i}]")
-        check_same_structure(spec, came, *names, "Members are made by one and the same init.")
+        checks.check_same_structure(
+            spec, came, *names, "Members are made by one and the same init."
+        )
         for j, (x, like) in enumerate(zip(leaves, first, strict=True)):
             wanted = f"{_said(like)}, as in trees[0]" if isinstance(like, Tensor) else "a tensor"
             if not isinstance(x, Tensor) or _said(x) != _said(like):

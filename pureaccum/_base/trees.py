@@ -16,19 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from .dtensors import (
-    Layouts,
-    any_sharded,
-    local,
-    norms_over_ranks,
-    opened,
-    resolved,
-    true_on_all_ranks,
-    zeros_of_sum,
-)
-from .torch_internals.functorch import innermost, may_be_differentiated
-from .torch_internals.kernels import finite_by_one_kernel, foreach_norm, foreach_zero_, memory_of
-from .torch_internals.modes import at_top_level, may_write, transform_active
+from . import dtensors
+from .torch_internals import functorch, kernels, modes
 
 
 Tree = Any  # a pytree; optree.PyTree[Tensor] says no more to a checker and reads worse
@@ -115,18 +104,18 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 def zeros_for_sums(leaves: list[Tensor], at_least: torch.dtype) -> list[Tensor]:
     """Zeros, to which this rank's parts of the gradients of leaves are added."""
     kinds = {kind: accumulation_dtype(kind, at_least) for kind in {x.dtype for x in leaves}}
-    if not may_write():
-        parts = leaves if transform_active() else opened(leaves)[0]
+    if not modes.may_write():
+        parts = leaves if modes.transform_active() else dtensors.opened(leaves)[0]
         return [torch.zeros_like(x, dtype=kinds[x.dtype], requires_grad=False) for x in parts]
-    parts = opened(leaves)[0]
+    parts = dtensors.opened(leaves)[0]
     sums = [torch.empty_like(x, dtype=kinds[x.dtype], requires_grad=False) for x in parts]
-    foreach_zero_(sums)
+    kernels.foreach_zero_(sums)
     return sums
 
 
 def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
     """Zeros shaped like a tree, in the dtypes in which its gradients are summed."""
-    of = zeros_of_sum if any_sharded(tree_leaves(tree)) else torch.zeros_like
+    of = dtensors.zeros_of_sum if dtensors.any_sharded(tree_leaves(tree)) else torch.zeros_like
     return tree_map(lambda x: of(x, dtype=accumulation_dtype(x.dtype, dtype)), tree)
 
 
@@ -147,10 +136,15 @@ def where(condition: bool | Tensor, a: Tree, b: Tree) -> Tree:
 
 def apart(tree: Tree, given_up: Tree) -> Tree:
     """A tree that shares no memory with one that is given up and will be written to."""
-    held = {memory_of(local(x)) for x in tree_leaves(given_up)} | {None}  # None: several memories
+    # None: several memories
+    held = {kernels.memory_of(dtensors.local(x)) for x in tree_leaves(given_up)} | {None}
 
     def copied(x: Any) -> Any:
-        return x.clone() if isinstance(x, Tensor) and memory_of(local(x)) in held else x
+        return (
+            x.clone()
+            if isinstance(x, Tensor) and kernels.memory_of(dtensors.local(x)) in held
+            else x
+        )
 
     return tree_map(copied, tree)
 
@@ -205,8 +199,8 @@ def numbers_in(scalar: float | Tensor) -> list[Any] | None:
     """
     if type(scalar) is not Tensor or not scalar.is_cpu:
         return [scalar] if isinstance(scalar, float) else None
-    if not at_top_level():
-        scalar = innermost(scalar)
+    if not modes.at_top_level():
+        scalar = functorch.innermost(scalar)
         followed = torch.compiler.is_compiling() or get_proxy_mode() is not None
         if followed or type(scalar) is not Tensor:
             return None
@@ -230,7 +224,11 @@ def in_common(scalar: Tensor) -> Tensor:
     What is not mapped meets what is mapped at half the cost of what is. Not where a derivative may
     be asked for, which it would not have.
     """
-    if not transform_active() or may_be_differentiated() or (number := known(scalar)) is None:
+    if (
+        not modes.transform_active()
+        or functorch.may_be_differentiated()
+        or (number := known(scalar)) is None
+    ):
         return scalar
     return torch.full((), number, dtype=scalar.dtype, device=scalar.device)
 
@@ -240,7 +238,7 @@ def on_host(*scalars: Tensor) -> list[Any]:
 
     The same arithmetic in Python takes a tenth of the time. Tensors of a device stay as they are.
     """
-    if not at_top_level():
+    if not modes.at_top_level():
         return [*scalars]
     return [x.item() if type(x) is Tensor and x.is_cpu else x for x in scalars]
 
@@ -288,29 +286,29 @@ def global_norm(tree: Tree) -> Tensor:
         `torch.linalg.vector_norm
         <https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html>`_, for trees.
     """
-    return norm_of_all(*opened(resolved(tree_leaves(tree))))
+    return norm_of_all(*dtensors.opened(dtensors.resolved(tree_leaves(tree))))
 
 
-def norm_of_all(parts: list[Tensor], layouts: Layouts | None = None) -> Tensor:
+def norm_of_all(parts: list[Tensor], layouts: dtensors.Layouts | None = None) -> Tensor:
     """The global norm of leaves, of which these are this rank's parts."""
     if not parts:
         return torch.zeros(())
     if alike := at_once(parts):
-        norms = foreach_norm(parts, 2, dtype=accumulation_dtype(parts[0].dtype))
+        norms = kernels.foreach_norm(parts, 2, dtype=accumulation_dtype(parts[0].dtype))
     else:
         norms = [norm(x) for x in parts]
     if layouts is None and (alike or are_alike(norms)):
         return torch.linalg.vector_norm(torch.stack([*norms]))
     widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     if layouts is not None:
-        norms = norms_over_ranks([*norms], layouts)
+        norms = dtensors.norms_over_ranks([*norms], layouts)
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, widest) for n in norms]))
 
 
 def at_once(leaves: Sequence[Tensor]) -> bool:
     """Whether torch's kernels for many tensors take all of these leaves at once."""
     # These kernels know no transform, and not all of them know tangents.
-    return at_top_level() and are_alike(leaves)
+    return modes.at_top_level() and are_alike(leaves)
 
 
 def are_alike(leaves: Sequence[Tensor]) -> bool:
@@ -344,22 +342,24 @@ def all_finite(tree: Tree) -> Tensor:
     References:
         `torch.isfinite <https://docs.pytorch.org/docs/stable/generated/torch.isfinite.html>`_
     """
-    return all_finite_of(*opened(resolved(tree_leaves(tree))))
+    return all_finite_of(*dtensors.opened(dtensors.resolved(tree_leaves(tree))))
 
 
-def all_finite_of(parts: list[Tensor], layouts: Layouts | None = None, own: bool = False) -> Tensor:
+def all_finite_of(
+    parts: list[Tensor], layouts: dtensors.Layouts | None = None, own: bool = False
+) -> Tensor:
     """Whether leaves are finite, of which these are this rank's parts; may be written if own."""
     if not parts:
         return torch.ones((), dtype=torch.bool)
     if not are_alike(parts):
         flag = torch.stack([finite(x).to(parts[0].device) for x in parts]).all()
-    elif own and at_top_level() and parts[0].dtype in (torch.float32, torch.float64):
-        flag = finite_by_one_kernel(parts)
+    elif own and modes.at_top_level() and parts[0].dtype in (torch.float32, torch.float64):
+        flag = kernels.finite_by_one_kernel(parts)
     else:
         extremes = [each for x in parts if x.numel() for each in torch.aminmax(x.detach())]
         extremes = extremes or [torch.zeros((), device=parts[0].device)]
         flag = torch.isfinite(torch.stack(extremes)).all()
-    return flag if layouts is None else true_on_all_ranks(flag, layouts)
+    return flag if layouts is None else dtensors.true_on_all_ranks(flag, layouts)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -10,31 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    check_argnums,
-    check_dtype,
-    outside_inference_mode,
-    positions,
-    read_params,
-    refuse_autocast_cache,
-)
-from .._base.dtensors import closed, opened, resolved
-from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals.modes import may_add_in_place, may_write
-from .._base.trees import Tree, flatten, paths, tree_leaves, unflatten, zeros
-from .batches import Batch, read_microbatch
-from .coupling import question_of
-from .engines import Way
-from .history import refusing_backward
-from .layers.order import check_rule
-from .ledger import AccumState, check_belongs, counted, empty, merged, plain_sum, read_state
-from .losses import Reduction, advising, divisor, mean_value
-from .seams import Engine, Nonfinite, Portion, Rule, Window
+from .._base import checks, dtensors, states, trees
+from .._base.torch_internals import modes
+from . import batches, coupling, engines, history, ledger, losses, seams, weights, windows, writes
+from .layers import order
 from .structures import Structures, structure_of, update_of
 from .sums import Kinds, Sums, kinds_of
-from .weights import Microbatch, NoRowsError, divided
-from .windows import GuardedLoss, adder, run_window
-from .writes import Given, Known, guarding, known_of
 
 
 class Accumulator(NamedTuple):
@@ -50,10 +31,10 @@ class Accumulator(NamedTuple):
             sums as they are for a plain sum, float32 at least; over no weight zeros and NaN.
     """
 
-    init: Callable[[Tree], AccumState]
+    init: Callable[[trees.Tree], ledger.AccumState]
     update: Callable[..., Any]
-    merge: Callable[[AccumState, AccumState], AccumState]
-    finalize: Callable[..., tuple[Tree, Tensor]]
+    merge: Callable[[ledger.AccumState, ledger.AccumState], ledger.AccumState]
+    finalize: Callable[..., tuple[trees.Tree, Tensor]]
 
 
 def accumulator(
@@ -61,10 +42,10 @@ def accumulator(
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    reduction: Reduction = "mean",
+    reduction: losses.Reduction = "mean",
     dtype: torch.dtype | None = None,
-    nonfinite: Nonfinite = "propagate",
-    engine: Engine = "func",
+    nonfinite: seams.Nonfinite = "propagate",
+    engine: seams.Engine = "func",
     squares: bool = False,
     check: bool = True,
 ) -> Accumulator:
@@ -111,8 +92,8 @@ def accumulator(
     References:
         `optax.MultiSteps <https://optax.readthedocs.io>`_, a mean of the microbatches' means.
     """
-    rule = check_rule(
-        Rule(
+    rule = order.check_rule(
+        seams.Rule(
             has_aux=has_aux,
             reduction=reduction,
             nonfinite=nonfinite,
@@ -120,90 +101,100 @@ def accumulator(
             squares=squares,
         )
     )
-    at_least = check_dtype(dtype)
-    cut = check_argnums(batch_argnums, "batch_argnums")
+    at_least = checks.check_dtype(dtype)
+    cut = checks.check_argnums(batch_argnums, "batch_argnums")
     _check_not_params(cut, batch_argnums)
 
     making = Accumulating(
-        told=advising(loss_fn, *cut),
-        known=known_of(loss_fn),
+        told=losses.advising(loss_fn, *cut),
+        known=writes.known_of(loss_fn),
         batches=(cut, batch_argnums),
         rule=rule,
         check=check,
         structures=Structures(),
     )
 
-    def init(params: Tree) -> AccumState:
+    def init(params: trees.Tree) -> ledger.AccumState:
         """The identity: a state of zeros."""
-        leaves, _ = read_params(params)
+        leaves, _ = checks.read_params(params)
         count = len(leaves) if squares else None
-        with outside_inference_mode():
-            return empty(zeros(params, at_least), leaves[0].device, count)
+        with checks.outside_inference_mode():
+            return ledger.empty(trees.zeros(params, at_least), leaves[0].device, count)
 
-    def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
+    def update(
+        state: ledger.AccumState, params: trees.Tree, *args: Any, donate: bool = False
+    ) -> Any:
         """The state with one more microbatch, or ``(state, aux)``."""
         return _update(making, state, params, args, donate)
 
-    def merge(a: AccumState, b: AccumState) -> AccumState:
+    def merge(a: ledger.AccumState, b: ledger.AccumState) -> ledger.AccumState:
         """One state of two, in any order and grouping."""
         names = "the first state's grads", "the second state's grads"
-        return merged(read_state(a), read_state(b), squares, names)
+        return ledger.merged(ledger.read_state(a), ledger.read_state(b), squares, names)
 
-    def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
+    def finalize(state: ledger.AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
         """The gradients and the value: sums divided once."""
-        by = divisor(read_state(state).weight, plain_sum(state, reduction))
-        value = mean_value(state.total, by)
-        sums, spec = flatten(state.grads)
-        own = donate and may_write()
-        grads = divided(resolved(sums), by, own=own)
-        return unflatten(spec, hand_over(tree_leaves(state), grads) if own else grads), value
+        by = losses.divisor(ledger.read_state(state).weight, ledger.plain_sum(state, reduction))
+        value = losses.mean_value(state.total, by)
+        sums, spec = trees.flatten(state.grads)
+        own = donate and modes.may_write()
+        grads = weights.divided(dtensors.resolved(sums), by, own=own)
+        return trees.unflatten(
+            spec, states.hand_over(trees.tree_leaves(state), grads) if own else grads
+        ), value
 
-    return Accumulator(init, *(refusing_backward(f, *NO_GRAPH) for f in (update, merge, finalize)))
+    return Accumulator(
+        init, *(history.refusing_backward(f, *NO_GRAPH) for f in (update, merge, finalize))
+    )
 
 
 class Accumulating(NamedTuple):
     """What an accumulator is made of: its loss, which arguments are batches, its rule."""
 
     told: Callable[..., Any]  # the loss
-    known: Known
+    known: writes.Known
     batches: tuple[tuple[int, ...], Any]  # as positions, and as the user wrote them
-    rule: Rule
+    rule: seams.Rule
     check: bool
     structures: Structures
 
 
 def _update(
-    making: Accumulating, state: AccumState, params: Tree, args: tuple[Any, ...], donate: bool
+    making: Accumulating,
+    state: ledger.AccumState,
+    params: trees.Tree,
+    args: tuple[Any, ...],
+    donate: bool,
 ) -> Any:
-    read_state(state)
+    ledger.read_state(state)
     called, rule = (params, *args), making.rule
-    leaves, spec = flatten(params)
-    sums, is_vector = flatten(state.grads), isinstance(state.squares, Tensor)
-    at = positions(making.batches[0], len(called), "batch_argnums")
+    leaves, spec = trees.flatten(params)
+    sums, is_vector = trees.flatten(state.grads), isinstance(state.squares, Tensor)
+    at = checks.positions(making.batches[0], len(called), "batch_argnums")
     own = called[at[0]] if len(at) == 1 else tuple(called[i] for i in at)
-    key = structure_of(is_vector, (leaves, spec), sums, flat := flatten(own))
+    key = structure_of(is_vector, (leaves, spec), sums, flat := trees.flatten(own))
 
-    def examined() -> tuple[Batch, Kinds]:
-        read_params(params)
-        check_belongs(state, leaves, spec, rule.squares)
+    def examined() -> tuple[batches.Batch, Kinds]:
+        checks.read_params(params)
+        ledger.check_belongs(state, leaves, spec, rule.squares)
         _check_not_params(at, making.batches[1])
-        read = read_microbatch(own)
-        refuse_autocast_cache(leaves)
+        read = batches.read_microbatch(own)
+        checks.refuse_autocast_cache(leaves)
         return read, kinds_of(leaves, [x.dtype for x in sums[0]])
 
     read, kinds = update_of(making.structures, key, leaves, flat, examined)
 
     def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
-        arguments = [unflatten(spec, leaves), *args]
+        arguments = [trees.unflatten(spec, leaves), *args]
         for i, x in zip(at, (part,) if len(at) == 1 else part, strict=True):
             arguments[i] = x
         return making.told(*arguments)
 
-    question = question_of(read, rule) if making.check else None
-    given = Given("params", leaves, spec), Given("batch", *read[:2])
-    guarded = GuardedLoss(loss, making.known, given, question)
-    part = Portion(own, read.rows or 0, (), read.rows)
-    new, entry = updated(state, guarded, read, part, Window(rule=rule), kinds, donate)
+    question = coupling.question_of(read, rule) if making.check else None
+    given = writes.Given("params", leaves, spec), writes.Given("batch", *read[:2])
+    guarded = windows.GuardedLoss(loss, making.known, given, question)
+    part = seams.Portion(own, read.rows or 0, (), read.rows)
+    new, entry = updated(state, guarded, read, part, seams.Window(rule=rule), kinds, donate)
     return (new, entry.aux) if rule.has_aux else new
 
 
@@ -226,54 +217,56 @@ def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
 
 
 def updated(
-    state: AccumState,
-    loss: GuardedLoss,
-    batch: Batch,
-    part: Portion,
-    window: Window,
+    state: ledger.AccumState,
+    loss: windows.GuardedLoss,
+    batch: batches.Batch,
+    part: seams.Portion,
+    window: seams.Window,
     kinds: Kinds,
     donate: bool,
-) -> tuple[AccumState, Microbatch]:
+) -> tuple[ledger.AccumState, weights.Microbatch]:
     """The state with one more microbatch, and the entry of that microbatch.
 
     ``batch`` is the microbatch as it was read, and ``part`` as the loss is given it.
     """
-    in_place = may_add_in_place()
-    held, spec = flatten(state.grads)
-    parts, layouts = opened(held)
+    in_place = modes.may_add_in_place()
+    held, spec = trees.flatten(state.grads)
+    parts, layouts = dtensors.opened(held)
     sums: Sums | None = None
 
     def name(leaf: int | None) -> str:
-        what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
+        what = (
+            "the loss" if leaf is None else f"the gradient of {trees.paths(spec, 'params')[leaf]}"
+        )
         return f"{what} of microbatch {int(state.microbatches)}"
 
-    def added(way: Way) -> Microbatch:
+    def added(way: engines.Way) -> weights.Microbatch:
         nonlocal sums
         sums = Sums(way.leaves, kinds, [*own])
-        with guarding(loss.known, *loss.given, question=loss.question) as guarded:
-            return adder(guarded(loss.call), loss.known, window, sums, way)(part)
+        with writes.guarding(loss.known, *loss.given, question=loss.question) as guarded:
+            return windows.adder(guarded(loss.call), loss.known, window, sums, way)(part)
 
-    with outside_inference_mode():
+    with checks.outside_inference_mode():
         own = parts
         if in_place and not donate:
             own = [x.clone() for x in parts]
             window = window._replace(before=parts)
         window = window._replace(name=name)
         try:
-            entry = run_window(added, loss.given[0].leaves, window.rule.engine, loss.known)
+            entry = windows.run_window(added, loss.given[0].leaves, window.rule.engine, loss.known)
             assert sums is not None
-            grads = closed(sums.all(), layouts)
-            if gives_up := donate and may_write():
+            grads = dtensors.closed(sums.all(), layouts)
+            if gives_up := donate and modes.may_write():
                 grads = [x.detach() for x in grads]
-            new = counted(state, [entry], window.rule, unflatten(spec, grads))
+            new = ledger.counted(state, [entry], window.rule, trees.unflatten(spec, grads))
         except BaseException as error:
             if donate and in_place and sums is not None and sums.written:
-                mark(held, Spoiled)
+                states.mark(held, states.Spoiled)
             if batch.problem is not None:
-                if isinstance(error, NoRowsError):
+                if isinstance(error, weights.NoRowsError):
                     raise batch.problem from None
                 error.add_note(f"The microbatch has no rows: {batch.problem}")
             raise
         if gives_up:
-            mark(tree_leaves(state))
+            states.mark(trees.tree_leaves(state))
     return new, entry

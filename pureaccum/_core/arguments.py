@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.sharded_rows import rows_over
-from .._base.trees import flatten, unflatten
-from .gathered import Cut, Rows, to_host
-from .precision import original
+from .._base import sharded_rows, trees
+from . import gathered, precision
 
 
 class Arguments(NamedTuple):
     """What a function is called with: its tensors, how they are cut, and the way back."""
 
     tensors: list[Tensor]
-    cuts: list[Cut]
+    cuts: list[gathered.Cut]
     filled: Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any]]]
 
     @staticmethod
@@ -33,22 +31,22 @@ class Arguments(NamedTuple):
         """The arguments of a call; ``batches`` are the positions and names of what is cut."""
         keys, names, count = [*range(len(args)), *kwargs], [*kwargs], len(args)
         flat = [_flat(x) for x in (*args, *kwargs.values())]
-        over = rows_over(
+        over = sharded_rows.rows_over(
             [x for k, (its, _) in zip(keys, flat, strict=True) if k in batches for x in its], dim
         )
         tensors: list[Tensor] = []
-        cuts: list[Cut] = []
+        cuts: list[gathered.Cut] = []
         casts: dict[int, torch.dtype] = {}
         makers: list[Callable[[Sequence[Tensor]], Any]] = []
         for key, (leaves, spec) in zip(keys, flat, strict=True):
             is_cut, start = key in batches, len(tensors)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
-                    x = leaf if is_cut else original(leaf)
+                    x = leaf if is_cut else precision.original(leaf)
                     if x is not leaf:
                         casts[len(tensors)] = leaf.dtype
                     tensors.append(x)
-                    cuts.append(Rows(dim % leaf.dim(), over=over) if is_cut else "whole")
+                    cuts.append(gathered.Rows(dim % leaf.dim(), over=over) if is_cut else "whole")
                     leaves[i] = _TENSOR  # ``filled`` is kept, and must hold no tensor
             makers.append(_tree_of(leaves, spec, start, len(tensors)))
 
@@ -71,7 +69,7 @@ def _flat(x: Any) -> tuple[list[Any], Any]:
     torch 2.13 cannot compile optree's functions for an empty dict, such as no buffers are.
     """
     empty = torch.compiler.is_dynamo_compiling() and type(x) is dict and len(x) == 0
-    return ([x], None) if empty else flatten(x)
+    return ([x], None) if empty else trees.flatten(x)
 
 
 def _tree_of(
@@ -83,11 +81,11 @@ def _tree_of(
     if spec.is_leaf() and start < stop:
         return itemgetter(start)
     if len(leaves) == stop - start:
-        return lambda tensors: unflatten(spec, tensors[start:stop])
+        return lambda tensors: trees.unflatten(spec, tensors[start:stop])
 
     def tree(tensors: Sequence[Tensor]) -> Any:
         rest = iter(tensors[start:stop])
-        return unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
+        return trees.unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
 
     return tree
 
@@ -98,6 +96,9 @@ def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | N
     if not devices:
         return arguments, None
     pairs = zip(arguments.tensors, arguments.cuts, strict=True)
-    lent = [x if isinstance(cut, str) or x.device.type == "cpu" else to_host(x) for x, cut in pairs]
+    lent = [
+        x if isinstance(cut, str) or x.device.type == "cpu" else gathered.to_host(x)
+        for x, cut in pairs
+    ]
     cuts = [x if isinstance(x, str) else x._replace(host=devices[0]) for x in arguments.cuts]
     return arguments._replace(tensors=lent, cuts=cuts), devices[0]

@@ -26,15 +26,9 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._base.checks import check_argnums, outside_inference_mode, positions
-from .._base.random_state import generators, restore
-from .._base.observation import observed
-from .._base.refusals import is_out_of_memory
-from .._base.torch_internals.autograd import in_backward
-from .._base.torch_internals.modes import seeing, transform_active
-from .._base.trees import Tree, flatten
-from .batches import read_batch, rows_to_cut
-from .exchange import inside_of, onlooker
+from .._base import checks, observation, random_state, refusals, trees
+from .._base.torch_internals import autograd, modes
+from . import batches, exchange
 
 
 # Counting bytes ------------------------------------------------------------------------------
@@ -66,7 +60,7 @@ def counting(
 
     def see(arguments: tuple[Any, ...], out: Any) -> None:
         nonlocal backwards
-        if in_backward() != backwards:
+        if autograd.in_backward() != backwards:
             backwards = not backwards
             if backwards:
                 live.before_first = live.before_first or live.now
@@ -97,7 +91,7 @@ def counting(
         return forget
 
     try:
-        with seeing(see):
+        with modes.seeing(see):
             yield live
     finally:
         counted.clear()
@@ -161,7 +155,7 @@ class Search(NamedTuple):
 
 def by_memory(
     run: Callable[..., Any],
-    look: Callable[..., tuple[Tree, Tree]],
+    look: Callable[..., tuple[trees.Tree, trees.Tree]],
     budget: int | None = None,
     root: str = "batch",
     *,
@@ -183,7 +177,7 @@ def by_memory(
     def begun_with(args: Any, kwargs: Any) -> tuple[Any, torch.device | None, int, Tried, int]:
         """The kind of a batch, its device and rows, what is known of it, and the first size."""
         batch, rest = look(*args, **kwargs)
-        rows = max(rows_to_cut(read_batch(batch, root), root), 1)
+        rows = max(batches.rows_to_cut(batches.read_batch(batch, root), root), 1)
         kind, device = _kind(batch, rest)
         most = -(-rows // min(parts, rows))
         return kind, device, rows, *kinds.get(kind, Tried()).next(most, retry_after)
@@ -196,21 +190,21 @@ def by_memory(
         return size
 
     def found(*args: Any, **kwargs: Any) -> Any:
-        if transform_active():
+        if modes.transform_active():
             raise RuntimeError(_TRANSFORMED)
         kind, device, rows, known, size = begun_with(args, kwargs)
-        outer, tried, around = sys.exception(), list[int](), onlooker()
+        outer, tried, around = sys.exception(), list[int](), exchange.onlooker()
         forget = _undoing(device)
         while True:
             tried.append(size)
             try:
-                with inside_of(around):
+                with exchange.inside_of(around):
                     if budget is not None and (size > known.fits or rows > known.rows):
                         _count(partial(run, size, *args, **kwargs), budget, device)
                     result = run(size, *args, **kwargs)
                 break
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not refusals.is_out_of_memory(error):
                     raise
                 if around.group is not None:
                     error.add_note(_REACHED)
@@ -234,7 +228,7 @@ def by_memory(
 def _count(run: Callable[[], Any], budget: int, device: torch.device | None) -> None:
     """Raise where a run holds more than a budget; what it gives is dropped."""
     with counting(budget, device):
-        _, end = observed(run, [] if device is None else [device])
+        _, end = observation.observed(run, [] if device is None else [device])
     if end == "at ranks":
         raise RuntimeError(
             "memory_budget is for what one rank computes by itself: the bytes of DTensors and of "
@@ -253,9 +247,9 @@ _REACHED = (
 )
 
 
-def _kind(batch: Tree, rest: Tree) -> tuple[Any, torch.device | None]:
+def _kind(batch: trees.Tree, rest: trees.Tree) -> tuple[Any, torch.device | None]:
     """What decides how much memory a row needs, and the device of the first tensor."""
-    (rows, rows_spec), (leaves, spec) = flatten(batch), flatten(rest)
+    (rows, rows_spec), (leaves, spec) = trees.flatten(batch), trees.flatten(rest)
     tensors = [x for x in (*leaves, *rows) if isinstance(x, Tensor)]
     shapes = (
         *((x.dtype, x.shape[1:]) if isinstance(x, Tensor) else type(x) for x in rows),
@@ -301,8 +295,8 @@ def _undoing(device: torch.device | None) -> Callable[[], None]:
     tensors that they saved. The next pass drops those that would run before its own: the younger
     ones. So an old node is made here, and its pass is run to empty the queue.
     """
-    before = generators([] if device is None else [device])
-    with outside_inference_mode(), torch.enable_grad():
+    before = random_state.generators([] if device is None else [device])
+    with checks.outside_inference_mode(), torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)
         out = leaf * 1
 
@@ -310,7 +304,7 @@ def _undoing(device: torch.device | None) -> Callable[[], None]:
         torch.autograd.grad(out, leaf, retain_graph=True)
         gc.collect()
         torch.cuda.empty_cache()
-        restore(before)
+        random_state.restore(before)
 
     return forget
 
@@ -331,13 +325,13 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
                 "expected a number of rows, or None to take its batches as they are."
             )
         make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
-        cut_at = check_argnums(knobs.get("batch_argnums", 1), "batch_argnums")
+        cut_at = checks.check_argnums(knobs.get("batch_argnums", 1), "batch_argnums")
 
         def run(size: int, /, *args: Any, **kwargs: Any) -> Any:
             return make(**knobs | {"microbatch_size": size})(*args, **kwargs)
 
-        def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
-            at = positions(cut_at, len(args), "batch_argnums")
+        def look(*args: Any, **kwargs: Any) -> tuple[trees.Tree, trees.Tree]:
+            at = checks.positions(cut_at, len(args), "batch_argnums")
             rest = [None if i in at else arg for i, arg in enumerate(args)]
             return {i: args[i] for i in at}, (rest, kwargs)
 

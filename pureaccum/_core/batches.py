@@ -20,11 +20,9 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from .._base.checks import LARGEST_INT, check_int
+from .._base import checks, dtensors, sharded_rows, trees
 from .._base.containers import open_tree
-from .._base.dtensors import any_sharded
-from .._base.sharded_rows import NOWHERE, Over, rows_over, split_rows
-from .._base.trees import NAMESPACE, Flat, Tree, flatten, paths, tree_leaves, unflatten
+from .._base.sharded_rows import NOWHERE, Over
 
 
 _SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
@@ -42,7 +40,7 @@ class Batch(NamedTuple):
     problem: ValueError | None = None
 
 
-def read_microbatch(microbatch: Tree, root: str = "batch") -> Batch:
+def read_microbatch(microbatch: trees.Tree, root: str = "batch") -> Batch:
     """Flatten a microbatch of a stream; without rows it has a problem, which who counts raises."""
     try:
         return read_batch(microbatch, root, cut=False)
@@ -54,23 +52,23 @@ class NotRowsError(ValueError):
     """The tensors of a batch do not have one row per sample."""
 
 
-def read_batch(batch: Tree, root: str = "batch", dim: int = 0, *, cut: bool = True) -> Batch:
+def read_batch(batch: trees.Tree, root: str = "batch", dim: int = 0, *, cut: bool = True) -> Batch:
     """Flatten a batch and count its rows along a dim, or say which leaf cannot be cut."""
-    leaves, spec = flatten(batch)
+    leaves, spec = trees.flatten(batch)
     rows: int | None = None
     plain = True
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if leaf.dim() == 0:
                 raise NotRowsError(
-                    f"{paths(spec, root)[i]} is a 0-d tensor; every tensor of a batch has one row "
-                    f"per sample along dim {dim}. A value that all samples share goes in another "
-                    "argument of the function, or into the batch as a Python scalar."
+                    f"{trees.paths(spec, root)[i]} is a 0-d tensor; every tensor of a batch has "
+                    f"one row per sample along dim {dim}. A value that all samples share goes in "
+                    "another argument of the function, or into the batch as a Python scalar."
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise NotRowsError(
-                    f"{paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected rows along "
-                    f"dim {dim}, which it does not have."
+                    f"{trees.paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected rows "
+                    f"along dim {dim}, which it does not have."
                 )
             if rows is None:
                 rows = leaf.size(dim)  # a nested tensor may have no shape
@@ -78,7 +76,8 @@ def read_batch(batch: Tree, root: str = "batch", dim: int = 0, *, cut: bool = Tr
                 raise NotRowsError(_disagreement(leaves, spec, root, i, dim))
         else:
             new = plain and not torch.compiler.is_dynamo_compiling()
-            if new and open_tree(batch, root)[1] != spec:  # whose classes are known from now on
+            # whose classes are known from now on
+            if new and open_tree(batch, root)[1] != spec:
                 return read_batch(batch, root, dim, cut=cut)
             plain = False
             if not isinstance(leaf, (bool, int, float, complex, str)):
@@ -90,7 +89,7 @@ def read_batch(batch: Tree, root: str = "batch", dim: int = 0, *, cut: bool = Tr
 
 def _check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool) -> None:
     """Refuse what might be rows, and what only one microbatch could read."""
-    name = f"{paths(spec, root)[i]} is a {type(x).__module__}.{type(x).__qualname__}"
+    name = f"{trees.paths(spec, root)[i]} is a {type(x).__module__}.{type(x).__qualname__}"
     if hasattr(x, "__array__") or hasattr(x, "__dlpack__"):
         raise TypeError(
             f"{name}; a batch holds tensors. An array becomes one that shares its memory by "
@@ -106,8 +105,8 @@ def _check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool)
         raise TypeError(
             f"{name}, which holds a tensor at {held}, and every microbatch would be given all of "
             "it. A mapping, a dataclass or a class that is registered in optree under the "
-            f"namespace {NAMESPACE!r} is cut; what all samples share goes in another argument of "
-            "the function."
+            f"namespace {trees.NAMESPACE!r} is cut; what all samples share goes in another "
+            "argument of the function."
         )
 
 
@@ -115,14 +114,15 @@ def _held_tensor(x: Any) -> str:
     """Where an object holds a tensor: the name of an attribute, or its place."""
     names = [*getattr(x, "__dict__", ()), *getattr(type(x), "__slots__", ())]
     for name in names:
-        if any(isinstance(each, torch.Tensor) for each in tree_leaves(getattr(x, name, None))):
+        leaves = trees.tree_leaves(getattr(x, name, None))
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return f".{name}"
     if isinstance(x, (set, frozenset)) and any(isinstance(each, torch.Tensor) for each in x):
         return "one of its elements"
     return ""
 
 
-def _with_lists(batch: Tree, rows: int, root: str, cut: bool) -> Flat:
+def _with_lists(batch: trees.Tree, rows: int, root: str, cut: bool) -> trees.Flat:
     """The batch taken apart, where a list with one entry for each row is a leaf."""
 
     def is_column(x: Any) -> bool:
@@ -130,17 +130,17 @@ def _with_lists(batch: Tree, rows: int, root: str, cut: bool) -> Flat:
             return False
         numbers = sum(isinstance(each, (int, float, complex)) for each in x)
         if cut and numbers == rows > 1:
-            leaves, spec = optree.tree_flatten(batch, lambda y: y is x, namespace=NAMESPACE)
-            name = next(p for p, y in zip(paths(spec, root), leaves, strict=True) if y is x)
+            leaves, spec = optree.tree_flatten(batch, lambda y: y is x, namespace=trees.NAMESPACE)
+            name = next(p for p, y in zip(trees.paths(spec, root), leaves, strict=True) if y is x)
             raise ValueError(
                 f"{name} is a {type(x).__name__} of {rows} numbers, as many as there are rows: one "
                 "for each of them? Then make it a tensor, torch.tensor(x). What all samples share "
                 "goes in another argument of the function."
             )
-        held = any(isinstance(each, torch.Tensor) for each in tree_leaves(x))
+        held = any(isinstance(each, torch.Tensor) for each in trees.tree_leaves(x))
         return not (held or numbers) and None not in x
 
-    return optree.tree_flatten(batch, is_column, namespace=NAMESPACE)
+    return optree.tree_flatten(batch, is_column, namespace=trees.NAMESPACE)
 
 
 def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
@@ -148,9 +148,9 @@ def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
     for i, x in enumerate(batch.leaves):
         if size is not None and isinstance(x, torch.Tensor) and x.is_nested:
             raise TypeError(
-                f"{paths(batch.spec, root)[i]} is a nested tensor of layout {x.layout}, which is "
-                "not cut into rows in a graph. Hand its microbatches to step.window, or leave "
-                "compile out."
+                f"{trees.paths(batch.spec, root)[i]} is a nested tensor of layout {x.layout}, "
+                "which is not cut into rows in a graph. Hand its microbatches to step.window, or "
+                "leave compile out."
             )
         if type(x) in (list, tuple):
             raise TypeError(
@@ -162,7 +162,7 @@ def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
 def _listed(batch: Batch, root: str, i: int) -> str:
     x = batch.leaves[i]
     kind = f"a {type(x).__name__} of {len(x)} {type(x[0]).__name__}s"
-    return f"{paths(batch.spec, root)[i]} is {kind}, one for each row"
+    return f"{trees.paths(batch.spec, root)[i]} is {kind}, one for each row"
 
 
 def need_rows(batch: Batch, root: str = "batch") -> int:
@@ -196,9 +196,10 @@ def rows_to_cut(batch: Batch, root: str = "batch", *, one_by_one: bool = False) 
             continue
         if kind := _not_cut(leaf, one_by_one):
             raise TypeError(
-                f"{paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into rows. "
-                f"{kind[1]}. Where nothing is cut it is taken as it is: microbatch_size=None, or "
-                "the update of an accumulator or of a step, microbatch by microbatch."
+                f"{trees.paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into "
+                f"rows. {kind[1]}. Where nothing is cut it is taken as it is: "
+                "microbatch_size=None, or the update of an accumulator or of a step, microbatch "
+                "by microbatch."
             )
     return need_rows(batch, root)
 
@@ -223,23 +224,23 @@ def _not_cut(x: torch.Tensor, one_by_one: bool) -> tuple[str, str] | None:
     return None
 
 
-def cut_batch(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
+def cut_batch(batch: Batch, size: int | Sequence[int]) -> Iterator[trees.Tree]:
     """The microbatches of a batch, as views."""
     sizes = sizes_of(batch.rows or 0, size)
-    over = rows_over(batch.leaves) if any_sharded(batch.leaves) else NOWHERE
+    over = sharded_rows.rows_over(batch.leaves) if dtensors.any_sharded(batch.leaves) else NOWHERE
     columns = [
         leaf.split(size)[: len(sizes)]  # torch makes one piece of no rows
         if over == NOWHERE and isinstance(leaf, torch.Tensor) and not leaf.is_nested
         else _pieces(leaf, sizes, over)
         for leaf in batch.leaves
     ]
-    return map(partial(unflatten, batch.spec), zip(*columns, strict=True))
+    return map(partial(trees.unflatten, batch.spec), zip(*columns, strict=True))
 
 
 def _pieces(x: Any, sizes: Sequence[int], over: Over) -> Iterable[Any]:
     """The pieces of a leaf that torch does not split."""
     if isinstance(x, torch.Tensor) and over != NOWHERE:
-        return split_rows(x, sizes, over)
+        return sharded_rows.split_rows(x, sizes, over)
     spans = [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
     if isinstance(x, torch.Tensor):
         return _jagged(x, spans)
@@ -261,7 +262,7 @@ def _jagged(x: Any, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     ]
 
 
-def cut_at(batch: Batch, start: int, *sizes: int) -> list[tuple[Tree, int, int]]:
+def cut_at(batch: Batch, start: int, *sizes: int) -> list[tuple[trees.Tree, int, int]]:
     """Pieces of some sizes, one after the other: each, its rows, and how many come before them."""
     rest = (batch.rows or 0) - start - sum(sizes)
     pieces = [*cut_batch(batch, [start, *sizes, rest])][1:-1]
@@ -319,7 +320,7 @@ def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) 
 
     No batch has more rows than torch can count, so larger sizes are all the same.
     """
-    return min(check_int(size, name, expected, 1), LARGEST_INT)
+    return min(checks.check_int(size, name, expected, 1), checks.LARGEST_INT)
 
 
 def check_sizes(size: Any) -> int | list[int]:
@@ -330,7 +331,7 @@ def check_sizes(size: Any) -> int | list[int]:
     return check_size(size, "microbatch_size", f"{_SIZE}, or a list of such")
 
 
-def microbatches(batch: Tree, size: int | Sequence[int]) -> Iterator[Tree]:
+def microbatches(batch: trees.Tree, size: int | Sequence[int]) -> Iterator[trees.Tree]:
     """Cut a batch into microbatches of ``size`` rows, the last one possibly shorter.
 
     The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, of every tensor and of every
@@ -356,7 +357,8 @@ def microbatches(batch: Tree, size: int | Sequence[int]) -> Iterator[Tree]:
     if not isinstance(size, (list, tuple)):
         return cut_batch(flat, check_size(size, "size", f"{_SIZE}, or a list of such"))
     expected = "an int of at least 0, the rows of a microbatch"
-    each = [check_int(one, f"size[{i}]", expected, 0, LARGEST_INT) for i, one in enumerate(size)]
+    most = checks.LARGEST_INT
+    each = [checks.check_int(n, f"size[{i}]", expected, 0, most) for i, n in enumerate(size)]
     return cut_batch(flat, sizes_of_batch(rows, each, "size"))
 
 
@@ -389,7 +391,7 @@ def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int,
         f"{x.size(dim)}{rows} ({'nested' if x.is_nested else f'shape {tuple(x.shape)}'})"
         for x, rows in ((leaves[i], " rows"), (leaves[first], ""))
     )
-    names = paths(spec, root)
+    names = trees.paths(spec, root)
     return (
         f"{names[i]} has {came} where {names[first]} has {expected}; every tensor of a batch has "
         f"one row per sample along dim {dim}. A tensor that all samples share (class weights, a "

@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.claims import CLAIM_NUMBERS as CLAIMED
-from .._base.claims import Claim, between_ranks, compare
-from .._base.torch_internals.kernels import owns_its_memory
+from .._base import claims
+from .._base.torch_internals import kernels
 
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket
@@ -48,7 +47,7 @@ def sum_over_ranks_(
     tensors: list[Tensor],
     numbers: Tensor,
     group: Any,
-    claimed: Claim,
+    claimed: claims.Claim,
     *,
     times: Sequence[Any] | None = None,
     ahead: int = AHEAD,
@@ -93,7 +92,7 @@ class _Sums:
     """Tensors that are sent to be summed, some at a time, and land in the same order."""
 
     def __init__(
-        self, tensors: list[Tensor], numbers: Tensor, group: Any, claimed: Claim, times: Any
+        self, tensors: list[Tensor], numbers: Tensor, group: Any, claimed: claims.Claim, times: Any
     ) -> None:
         self.tensors, self.numbers, self.group, self.claimed = tensors, numbers, group, claimed
         self.parts = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
@@ -126,24 +125,26 @@ class _Sums:
                 torch.mul(part, times, out=piece)
             elif piece.data_ptr() != part.data_ptr():
                 piece.copy_(part)
-        with between_ranks():
+        with claims.between_ranks():
             work: Any = dist.all_reduce(flat, group=self.group, async_op=True)
         self.sent.append((members, rest, first, work))
 
     def land(self) -> None:
         """Wait for what was sent first, and let its sums take their places."""
         members, flat, first, work = self.sent.popleft()
-        with between_ranks():
+        with claims.between_ranks():
             work.wait()
         if first is not None:
             self.of_all = _decode(first)
-            self.agreed = compare(self.claimed, self.of_all[:, :CLAIMED], self.group)
+            self.agreed = claims.compare(
+                self.claimed, self.of_all[:, : claims.CLAIM_NUMBERS], self.group
+            )
         for i, piece in self.pieces(members, flat):
             part = self.parts[i]
             if piece.data_ptr() == part.data_ptr():
                 continue
             # Not where that would not free it, or would change strides; numbers may be complex.
-            if part.is_contiguous() and owns_its_memory(part):
+            if part.is_contiguous() and kernels.owns_its_memory(part):
                 self.tensors[i] = self.parts[i] = piece
             else:
                 part.copy_(piece)
@@ -159,7 +160,9 @@ class _Sums:
         """Wait for all; the numbers of all ranks, and whether they agree if nobody has looked."""
         while self.sent:
             self.land()
-        return self.of_all[:, CLAIMED : CLAIMED + len(self.numbers)], self.agreed
+        return self.of_all[
+            :, claims.CLAIM_NUMBERS : claims.CLAIM_NUMBERS + len(self.numbers)
+        ], self.agreed
 
 
 def group_of(group: Any) -> Any:
@@ -194,7 +197,7 @@ def group_of(group: Any) -> Any:
     return dist.group.WORLD if group is None else group
 
 
-def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:
+def meet(claimed: claims.Claim, group: Any, number: int = 0) -> Tensor:
     """Compare claims, and give the numbers of all ranks, a float64 vector."""
     numbers = torch.full((1,), number, dtype=torch.float64, device=claimed.few.device)
     with torch.no_grad():

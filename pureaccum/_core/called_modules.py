@@ -19,16 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base.checks import here
-from .._base.states import Refusing
-from .._base.torch_internals.module_slots import (
-    BUFFERS,
-    CHILDREN,
-    PARAMETERS,
-    Place,
-    is_compiled_module,
-    tensor_places,
-)
+from .._base import checks, states
+from .._base.torch_internals import module_slots
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
@@ -43,7 +35,7 @@ HeldTensors = dict[tuple[torch.nn.Module, str], Any]
 Modules = dict[torch.nn.Module, bool]  # the modes of modules
 
 
-class Ambiguous(Refusing):
+class Ambiguous(states.Refusing):
     """What a module holds while nobody can tell what it should."""
 
     reason: ClassVar[str] = (
@@ -73,19 +65,19 @@ def noting_calls(note: Callable[[torch.nn.Module], None]) -> Generator[None]:
 def remembering() -> Generator[HeldTensors]:
     """Remember what is held by the modules that are called inside, and by those below them."""
     held: HeldTensors = {}
-    places: dict[torch.nn.Module, list[Place]] = {}
+    places: dict[torch.nn.Module, list[module_slots.Place]] = {}
 
     def note(module: torch.nn.Module) -> None:
         # What is observed is called again, and a shell keeps its tensors.
-        if here.observed is not None or module in origins:
+        if checks.here.observed is not None or module in origins:
             return
         if module not in places:
-            places[module] = tensor_places(module)
+            places[module] = module_slots.tensor_places(module)
         for owner, attributes, name in places[module]:
             now = attributes[name]
             if (owner, name) not in held:
                 held[owner, name] = now.copy()
-            elif name == PARAMETERS:
+            elif name == module_slots.PARAMETERS:
                 then = held[owner, name]
                 # A tensor for each name: torch would take one for all of them for tied weights.
                 for x in [x for x in then if then[x] is not now.get(x)]:
@@ -105,13 +97,13 @@ def hold(held: HeldTensors, modes: Modules, roots: Iterable[torch.nn.Module]) ->
             continue
         noted.add(module)
         attributes = vars(module)
-        rest += attributes.get(CHILDREN, {}).values()  # a traced module has none there
-        if is_compiled_module(module):
+        rest += attributes.get(module_slots.CHILDREN, {}).values()  # a traced module has none there
+        if module_slots.is_compiled_module(module):
             continue  # Python cannot put anything else into it
         if module in origins:  # a shell keeps its tensors; its mode is that of its module
             module, attributes = origins[module], {}
         modes[module] = module.training
-        for name in (PARAMETERS, BUFFERS):
+        for name in (module_slots.PARAMETERS, module_slots.BUFFERS):
             if attributes.get(name):
                 held[module, name] = attributes[name].copy()
 
@@ -128,7 +120,9 @@ def replaced_since(held: HeldTensors) -> HeldTensors:
 
 def with_own_buffers(held: HeldTensors) -> HeldTensors:
     """The same with copies of all buffers, since what is run again writes to them again."""
-    buffers = [x for (_, kind), then in held.items() if kind == BUFFERS for x in then.values()]
+    buffers = [
+        x for (_, kind), then in held.items() if kind == module_slots.BUFFERS for x in then.values()
+    ]
     copies = {id(x): x.clone() for x in buffers if x is not None}
     return {
         key: {name: copies.get(id(x), x) for name, x in then.items()} for key, then in held.items()

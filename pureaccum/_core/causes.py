@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._base.refusals import users_line
-from .batches import cut_at
-from .called_modules import origins
+from .._base import refusals
+from . import batches, called_modules
 
 
 class Cause(NamedTuple):
@@ -197,7 +196,7 @@ def _thirds(asked: Any, piece: Any) -> tuple[list[int], list[float] | None]:
     start = min(start, batch.rows - rows)
     ends = [start + i * rows // 3 for i in range(4)]
     spans = [(ends[i], ends[i + n] - ends[i]) for n in (1, 2, 3) for i in range(4 - n)]
-    cuts = [cut_at(batch, at, size)[0] for at, size in spans]
+    cuts = [batches.cut_at(batch, at, size)[0] for at, size in spans]
     found = asked.sums(cuts, torch.float64) if rows >= 3 else None
     return [size for _, size in spans], found and [total for total, _ in found]
 
@@ -252,12 +251,12 @@ class _Calls(TorchFunctionMode):
         while frame is not None:
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module):
-                own = origins.get(module, module)
+                own = called_modules.origins.get(module, module)
                 paths = (path for m in self.modules for path, x in m.named_modules() if x is own)
                 path = next(filter(None, paths), "")
                 return f"{path and f'module {path!r}, a '}{type(own).__name__}"
             frame = frame.f_back
-        return f"torch's {name} at {users_line()}"
+        return f"torch's {name} at {refusals.users_line()}"
 
 
 _OVER_ROWS = {

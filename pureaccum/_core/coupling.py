@@ -26,19 +26,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .._base.checks import here
+from .._base import checks, dtensors, observation, trees
 from .._base.deterministic import cast_tree, deterministic
-from .._base.dtensors import any_sharded
-from .._base.observation import Undo, leaving_nothing, random_states
-from .._base.torch_internals.autograd import in_backward
-from .._base.torch_internals.functorch import down_to, innermost
-from .._base.torch_internals.modes import at_top_level, dispatched, seeing
-from .._base.trees import tree_leaves
-from .batches import Batch, cut_at, rows_to_cut
-from .causes import coupled_error
-from .closures import held_in
-from .losses import NO_GRAPH, Reduction, read
-from .weights import enter
+from .._base.torch_internals import autograd, functorch, modes
+from . import batches, causes, closures, losses, weights
 
 
 MOST = 1e-6  # what rounding in float32 leaves of a sum is less than a tenth of it
@@ -70,13 +61,15 @@ class Answer:
 class Question(NamedTuple):
     """What a call is about to cut, or is given a microbatch of."""
 
-    batch: Batch
+    batch: batches.Batch
     parts: int  # into how many microbatches it is cut
     # Whether the loss has aux, what it is of its rows, and how many a microbatch has, or ``FEW``.
-    kind: tuple[bool, Reduction, int]
+    kind: tuple[bool, losses.Reduction, int]
 
 
-def question_of(batch: Batch, rule: Any, rows: int | None = None, parts: int = 1) -> Question:
+def question_of(
+    batch: batches.Batch, rule: Any, rows: int | None = None, parts: int = 1
+) -> Question:
     """The question of a rule about a microbatch, or about a batch that is cut into such."""
     rows = (batch.rows or 0) if rows is None else rows
     rows = min(rows, FEW) if type(rows) is int else FEW  # or a symbol of make_fx
@@ -111,9 +104,13 @@ class Totals(NamedTuple):
 
 def may_be_asked() -> bool:
     """Whether a loss that is called now may be called once more, and its numbers be looked at."""
-    if here.observed is not None or here.seeks is not None or not at_top_level():
+    if (
+        checks.here.observed is not None
+        or checks.here.seeks is not None
+        or not modes.at_top_level()
+    ):
         return False
-    return not (dispatched() or in_backward())
+    return not (modes.dispatched() or autograd.in_backward())
 
 
 class Inquiry:
@@ -149,28 +146,28 @@ class Inquiry:
                 asked.put_back()
                 if coupled:
                     self.answer.note(coupled, whole[1])
-                    raise coupled_error(asked, [whole, *parts], sums, self.modules)
+                    raise causes.coupled_error(asked, [whole, *parts], sums, self.modules)
             self.answer.note(coupled, whole[1])
             return loss(*args) if out is None else out
         self.answer.note(None, rows)
         return loss(*args)
 
 
-def _cuts(batch: Batch, start: int, rows: int) -> Iterator[list[Piece]]:
+def _cuts(batch: batches.Batch, start: int, rows: int) -> Iterator[list[Piece]]:
     """Some rows, and two parts of them: of a microbatch, or of two where it has few rows."""
     try:
-        total = rows_to_cut(batch)
+        total = batches.rows_to_cut(batch)
     except (TypeError, ValueError):
         return
-    if any_sharded(batch.leaves):
+    if dtensors.any_sharded(batch.leaves):
         return
     if rows > 1:
         first = 2 if rows == 4 else max(1, 2 * rows // 5)
         for one in dict.fromkeys((first, rows // 2)):  # pairs may belong together
-            yield cut_at(batch, start, rows) + cut_at(batch, start, one, rows - one)
+            yield batches.cut_at(batch, start, rows) + batches.cut_at(batch, start, one, rows - one)
     if 0 < rows < 4 and total >= 2 * rows:  # of a batch at hand
         start = min(start, total - 2 * rows)
-        yield cut_at(batch, start, 2 * rows) + cut_at(batch, start, rows, rows)
+        yield batches.cut_at(batch, start, 2 * rows) + batches.cut_at(batch, start, rows, rows)
 
 
 class Asked:
@@ -184,10 +181,11 @@ class Asked:
     ) -> None:
         leaves, _, self.rows, self.carried = args
         self.loss, self.question, self.before, self.draws = loss, question, before, draws
-        self.leaves = [innermost(x) if isinstance(x, Tensor) else x for x in leaves]
+        self.leaves = [functorch.innermost(x) if isinstance(x, Tensor) else x for x in leaves]
         self.dtype, self.weighted = torch.float64, False  # the narrowest that it has returned
         tensors = (x for x in question.batch.leaves if isinstance(x, Tensor))
-        self.put_back = random_states(x.device for x in tensors)  # what draws, as it stands now
+        # what draws, as it stands now
+        self.put_back = observation.random_states(x.device for x in tensors)
 
     def sums(
         self,
@@ -213,7 +211,7 @@ class Asked:
                     found = self.amounts(leaves, carried, parts, pieces)
             return None if undo.reached else found
         except Exception as error:  # it holds what was computed
-            takes_gradient = not records and NO_GRAPH in str(error)
+            takes_gradient = not records and losses.NO_GRAPH in str(error)
         if not takes_gradient:
             return None
         return self.sums(pieces, dtype, mode, records=True, nudged=nudged)
@@ -235,12 +233,14 @@ class Asked:
         """The total and the weight of what the loss returned for so many rows."""
         with torch.no_grad():
             has_aux, reduction, _ = self.question.kind
-            seen, shape = read(out, has_aux)
-            entry = enter(seen, shape, rows, reduction)
+            seen, shape = losses.read(out, has_aux)
+            entry = weights.enter(seen, shape, rows, reduction)
             self.dtype, self.weighted = _narrower(self.dtype, shape.dtype), shape.weighted
             divides = shape.weighted or reduction == "mean"
             numbers = entry.value, entry.weight if divides else 0.0
-            value, weight = (innermost(x) if isinstance(x, Tensor) else x for x in numbers)
+            value, weight = (
+                functorch.innermost(x) if isinstance(x, Tensor) else x for x in numbers
+            )
             return float(value) * entry.times, float(weight)
 
     def unit(self, piece: Piece) -> float:
@@ -248,10 +248,10 @@ class Asked:
         dtypes = {self.dtype}
 
         def note(_: object, args: tuple[Any, ...], kwargs: Any) -> None:
-            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            tensors = (x for x in trees.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
             dtypes.update(x.dtype for x in tensors if x.is_floating_point())
 
-        self.sums([piece], None, seeing(before=note))
+        self.sums([piece], None, modes.seeing(before=note))
         return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
@@ -265,13 +265,13 @@ def _narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def _apart(put_back: Callable[[], None]) -> Generator[Undo]:
+def _apart(put_back: Callable[[], None]) -> Generator[observation.Undo]:
     """Run something at top level, in no call of ours, and undo it."""
-    with leaving_nothing() as undo, down_to(0):
+    with observation.leaving_nothing() as undo, functorch.down_to(0):
         undo.callback(put_back)
         for name in "look", "backward":
-            undo.callback(setattr, here, name, getattr(here, name))
-            setattr(here, name, None)
+            undo.callback(setattr, checks.here, name, getattr(checks.here, name))
+            setattr(checks.here, name, None)
         yield undo
 
 
@@ -331,10 +331,10 @@ def _sameness(x: Any, depth: int) -> Any:
     if isinstance(x, Tensor):
         return Tensor, x.dtype, x.dim()
     if isinstance(x, FunctionType):
-        parts = held_in(x) if depth <= _DEEPEST else ()
+        parts = closures.held_in(x) if depth <= _DEEPEST else ()
         return x.__code__, *(_sameness(part, depth + 1) for part in parts)
     if isinstance(x, (MethodType, partial)):
-        return type(x), *(_sameness(part, depth) for part in held_in(x))
+        return type(x), *(_sameness(part, depth) for part in closures.held_in(x))
     with suppress(TypeError):  # a number, or a container
         own = type(x), ref(x)
         hash(own)

@@ -25,10 +25,8 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.overrides import TorchFunctionMode
 
-from .._base.checks import read_tensors
-from .._base.random_state import generators, restore
-from .._base.torch_internals.autograd import custom_functions
-from .._base.trees import Tree, all_finite, continuous, flatten, real_parts, unflatten
+from .._base import checks, random_state, trees
+from .._base.torch_internals import autograd
 
 
 Leaves = Sequence[Tensor]
@@ -40,9 +38,9 @@ _ENOUGH = 2.0**-10  # of a leaf
 class SecondOrder(NamedTuple):
     """A product of second derivatives, and what it is of."""
 
-    forward: Callable[[Tree], Any]  # what the product takes as linear, a function of params
+    forward: Callable[[trees.Tree], Any]  # what the product takes as linear, a function of params
     loss: Callable[[Any], Tensor]  # what is differentiated twice, a function of what forward gives
-    product: Callable[[Tree, Tree], Tree]  # of params and a vector like them
+    product: Callable[[trees.Tree, trees.Tree], trees.Tree]  # of params and a vector like them
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # for each call
 
 
@@ -56,7 +54,7 @@ class Miss(NamedTuple):
     functions: Sequence[str] = ()  # the custom Functions that were called
 
 
-def misses(claim: SecondOrder, params: Tree) -> dict[int, Miss] | None:
+def misses(claim: SecondOrder, params: trees.Tree) -> dict[int, Miss] | None:
     """Where a product is not the derivative of gradients; None where nothing can be said.
 
     i + 1 stands for leaf i, and 0 for the value, if its derivative is not its gradient. What is
@@ -65,7 +63,7 @@ def misses(claim: SecondOrder, params: Tree) -> dict[int, Miss] | None:
     near params, where nothing has a kink on purpose.
     """
     trials = _Trials(claim, params)
-    if not all_finite(trials.leaves):
+    if not trees.all_finite(trials.leaves):
         return None
     try:
         spread, found = 2.0**-8, trials.missed(0, 2.0**-8, nullcontext())
@@ -77,16 +75,16 @@ def misses(claim: SecondOrder, params: Tree) -> dict[int, Miss] | None:
                 found = {i: x for i, x in found.items() if i in others}
         return found
     finally:
-        restore(trials.drawn)
+        random_state.restore(trials.drawn)
 
 
 class _Trials:
     """A product beside the differences of gradients, on lines near params."""
 
-    def __init__(self, claim: SecondOrder, params: Tree) -> None:
-        self.claim, (self.like, self.spec) = claim, flatten(params)
-        self.leaves = [real_parts(x.detach()) for x in self.like]
-        self.drawn = generators({x.device for x in self.like})
+    def __init__(self, claim: SecondOrder, params: trees.Tree) -> None:
+        self.claim, (self.like, self.spec) = claim, trees.flatten(params)
+        self.leaves = [trees.real_parts(x.detach()) for x in self.like]
+        self.drawn = random_state.generators({x.device for x in self.like})
 
     def missed(self, trial: int, spread: float, inside: Any) -> dict[int, Miss] | None:
         """The misses on one line."""
@@ -97,38 +95,38 @@ class _Trials:
             moved = [x.detach() + t * v for x, v in zip(point, along, strict=True)]
             with self.claim.around(), inside:
                 value, outs, grads = self.gradients(point, moved)
-            functions[:] = custom_functions([value, *outs])
+            functions[:] = autograd.custom_functions([value, *outs])
             return [*map(_wide, (value, *grads))]
 
         zero = f(0.0)
         for v, g in zip(along, zero[1:], strict=True):  # a padding token has no gradient by design
             v.mul_((g != 0) | ~g.any())
         with self.claim.around():
-            restore(self.drawn)
-            claimed, _ = flatten(self.claim.product(self.tree(point), self.tree(along)))
+            random_state.restore(self.drawn)
+            claimed, _ = trees.flatten(self.claim.product(self.tree(point), self.tree(along)))
         slope = torch.stack([(g * v).sum() for g, v in zip(zero[1:], along, strict=True)]).sum()
         claims = [slope, *map(_wide, claimed)]
         unit = max(torch.finfo(x.dtype).eps for x in self.leaves) / 2
         found = _compared(f, zero, claims, [1.0, *sizes], unit)
         return found and {i: x._replace(functions=functions) for i, x in found.items()}
 
-    def tree(self, leaves: Leaves) -> Tree:
+    def tree(self, leaves: Leaves) -> trees.Tree:
         """A tree like params, of the real parts of its leaves."""
         pairs = [(x, y.is_complex()) for x, y in zip(leaves, self.like, strict=True)]
         whole = [torch.view_as_complex(x) if is_pair else x for x, is_pair in pairs]
-        return unflatten(self.spec, whole)
+        return trees.unflatten(self.spec, whole)
 
     def gradients(self, point: Leaves, moved: Leaves) -> tuple[Tensor, Leaves, Leaves]:
         """The value, outputs and gradients, of which what is linear is taken at a point."""
-        restore(self.drawn)
+        random_state.restore(self.drawn)
         there = self.claim.forward(self.tree([x.requires_grad_() for x in moved]))
-        outs, spec = read_tensors(there, "", "")
-        apart = [x.detach().requires_grad_(continuous(x)) for x in outs]
-        value = self.claim.loss(unflatten(spec, apart))
+        outs, spec = checks.read_tensors(there, "", "")
+        apart = [x.detach().requires_grad_(trees.continuous(x)) for x in outs]
+        value = self.claim.loss(trees.unflatten(spec, apart))
         bent = _pulled([value], [None], [x for x in apart if x.requires_grad])
-        restore(self.drawn)
-        outs, _ = read_tensors(self.claim.forward(self.tree(point)), "", "")
-        outs = [x for x in outs if continuous(x)]
+        random_state.restore(self.drawn)
+        outs, _ = checks.read_tensors(self.claim.forward(self.tree(point)), "", "")
+        outs = [x for x in outs if trees.continuous(x)]
         return value, outs, _pulled(outs, bent, point)
 
 
@@ -209,7 +207,7 @@ def _norms(some: Leaves) -> list[float]:
 
 def _wide(x: Tensor) -> Tensor:
     x = x.detach()
-    return real_parts(x.to_dense() if x.is_sparse else x).double()
+    return trees.real_parts(x.to_dense() if x.is_sparse else x).double()
 
 
 def _pulled(outs: Leaves, cotangents: Sequence[Any], leaves: Leaves) -> Leaves:

@@ -19,22 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import here
-from .._base.dtensors import Layouts, landed
-from .._base.torch_internals.autograd import (
-    gradients,
-    gradients_into,
-    gradients_of,
-    without_history,
-)
-from .._base.torch_internals.functorch import on_a_level
-from .._base.torch_internals.kernels import foreach_add_
-from .called_modules import holding, remembering, with_own_buffers
-from .exchange import Backward, begun, inside_of, running_again
-from .losses import Read, Shape, in_one_list, known_to_all_ranks, read_again
+from .._base import checks, dtensors
+from .._base.torch_internals import autograd, functorch, kernels
+from . import called_modules, exchange, losses, weights
 from .seams import Portion, Recorded, Seams, Take
 from .sums import Sums
-from .weights import Microbatch, Weighing, nothing_like
 
 
 Forward = Callable[[Seams, Portion, "Way"], Recorded]
@@ -56,13 +45,13 @@ class Way(NamedTuple):
 
 def by_autograd(seams: Seams, part: Portion, way: Way) -> Recorded:
     """A loss that plain autograd records."""
-    leaves, backward = way.leaves, Backward()  # of no level, and as ``inside_of`` says it
+    leaves, backward = way.leaves, exchange.Backward()  # of no level, and as ``inside_of`` says it
     backward.restores = way.remembers
-    backward.outer, backward.plain, here.backward = here.backward, True, backward
+    backward.outer, backward.plain, checks.here.backward = checks.here.backward, True, backward
     try:
         out = seams.loss(leaves, part.tree, part.rows, part.carried)
     finally:
-        here.backward = backward.outer
+        checks.here.backward = backward.outer
     seen, shape = seams.read(out)
     return Recorded(
         total=seen.total, leaves=leaves, seen=outside(seen, way), shape=shape, backward=backward
@@ -72,9 +61,9 @@ def by_autograd(seams: Seams, part: Portion, way: Way) -> Recorded:
 def by_func(seams: Seams, part: Portion, way: Way) -> Recorded:
     """A loss under torch.func, at top level."""
     call, shapes, backwards = _on_primals(seams, part)
-    leaves, (total, *_), outs = on_a_level(call, way.leaves)
+    leaves, (total, *_), outs = functorch.on_a_level(call, way.leaves)
     (shape,) = shapes
-    seen = outside(read_again(outs[0], outs[1:], shape), way)
+    seen = outside(losses.read_again(outs[0], outs[1:], shape), way)
     return Recorded(total=total, leaves=leaves, seen=seen, shape=shape, backward=backwards[0])
 
 
@@ -91,10 +80,10 @@ def under_transforms(seams: Seams, part: Portion, way: Way) -> Recorded:
         total, vjp, rest = torch.func.vjp(first_and_rest, *way.leaves, has_aux=True)  # pyright: ignore
         pull = partial(vjp, retain_graph=False)
     else:
-        leaves, (recorded, *_), (total, *rest) = on_a_level(call, way.leaves)
+        leaves, (recorded, *_), (total, *rest) = functorch.on_a_level(call, way.leaves)
         pull = partial(_pulled_through, recorded, leaves)
     shape = shapes[-1]
-    seen = outside(read_again(total, rest, shape), way)
+    seen = outside(losses.read_again(total, rest, shape), way)
     return Recorded(
         total=total,
         leaves=way.leaves,
@@ -110,47 +99,49 @@ def _pulled_through(total: Tensor, leaves: list[Tensor], cotangent: Tensor) -> l
     if not total.requires_grad:
         return [*map(torch.zeros_like, leaves)]
     given = (total,), leaves, (cotangent,)
-    grads = gradients_of(*given, create_graph=torch.is_grad_enabled())
+    grads = autograd.gradients_of(*given, create_graph=torch.is_grad_enabled())
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
 
 
-def _on_primals(seams: Seams, part: Portion) -> tuple[Any, list[Shape], list[Backward | None]]:
+def _on_primals(
+    seams: Seams, part: Portion
+) -> tuple[Any, list[losses.Shape], list[exchange.Backward | None]]:
     """A function of leaves that lists what a loss returned, and notes what is no tensor."""
-    shapes: list[Shape] = []
-    backwards: list[Backward | None] = []
+    shapes: list[losses.Shape] = []
+    backwards: list[exchange.Backward | None] = []
 
     def call(primals: list[Tensor]) -> list[Tensor]:
         # no graph reaches other ranks
-        backward = None if torch.compiler.is_dynamo_compiling() else begun()
-        with nullcontext() if backward is None else inside_of(backward):
+        backward = None if torch.compiler.is_dynamo_compiling() else exchange.begun()
+        with nullcontext() if backward is None else exchange.inside_of(backward):
             out = seams.loss(primals, part.tree, part.rows, part.carried)
             seen, shape = seams.read(out)
         shapes.append(shape)
         backwards.append(backward)
-        return in_one_list(seen)
+        return losses.in_one_list(seen)
 
     return call, shapes, backwards
 
 
-def outside(seen: Read, way: Way) -> Read:
+def outside(seen: losses.Read, way: Way) -> losses.Read:
     """What a loss returned, without what was recorded of it, and as all ranks know it.
 
     Whoever follows the results of the call looks at it first: see history.py.
     """
     if type(seen.total) is not Tensor:
-        seen = known_to_all_ranks(seen)
+        seen = losses.known_to_all_ranks(seen)
     if (detach := way.detach) is None:
         return seen
     total, weight, aux = seen
-    if here.look is not None:
-        here.look((total, weight, *aux), way.leaves)
+    if checks.here.look is not None:
+        checks.here.look((total, weight, *aux), way.leaves)
     kept = weight if isinstance(weight, tuple) else detach(weight)
-    return Read(detach(total), kept, [*map(detach, aux)])
+    return losses.Read(detach(total), kept, [*map(detach, aux)])
 
 
 def detached(x: Tensor) -> Tensor:
     """A tensor without what autograd recorded, but with its tangent."""
-    return without_history([x])[0] if x.requires_grad else x
+    return autograd.without_history([x])[0] if x.requires_grad else x
 
 
 # Back ----------------------------------------------------------------------------------------
@@ -165,10 +156,10 @@ def pulled(recorded: Recorded, cotangent: Tensor, way: Way) -> Sequence[Tensor |
     with nullcontext() if way.around is None else way.around():
         # a total of several numbers is pulled back several times
         kept = recorded.total.dim() > 0
-        return gradients(recorded.total, recorded.leaves, cotangent, kept)
+        return autograd.gradients(recorded.total, recorded.leaves, cotangent, kept)
 
 
-def adding(seams: Seams, sums: Sums, way: Way) -> Callable[[Portion], Microbatch]:
+def adding(seams: Seams, sums: Sums, way: Way) -> Callable[[Portion], weights.Microbatch]:
     """A function that adds the gradient of a microbatch to sums while the backward pass runs."""
     forward, around = way.forward, way.around
     term, take, judge = seams.term, seams.take, seams.judge
@@ -176,7 +167,7 @@ def adding(seams: Seams, sums: Sums, way: Way) -> Callable[[Portion], Microbatch
     straight = take is None and forward is by_autograd and sums.kinds.alike
     enter = _straight_into(sums, each) if straight else each
 
-    def add(part: Portion) -> Microbatch:
+    def add(part: Portion) -> weights.Microbatch:
         recorded = forward(seams, part, way)
         weighing, entry = term(recorded, part.counts)
         if weighing is not None and recorded.total.requires_grad:
@@ -190,14 +181,14 @@ def adding(seams: Seams, sums: Sums, way: Way) -> Callable[[Portion], Microbatch
     return add
 
 
-Enter = Callable[[Recorded, Weighing], None]
+Enter = Callable[[Recorded, weights.Weighing], None]
 
 
 def _straight_into(sums: Sums, otherwise: Enter) -> Enter:
     """Let gradients enter sums of their dtypes as they come: autograd itself adds large ones."""
     added = sums.kinds.added
 
-    def enter(recorded: Recorded, weighing: Weighing) -> None:
+    def enter(recorded: Recorded, weighing: weights.Weighing) -> None:
         factor = weighing.factor
         if weighing.keep is not None or isinstance(factor, Tensor) or factor != 1.0:
             otherwise(recorded, weighing)
@@ -206,20 +197,20 @@ def _straight_into(sums: Sums, otherwise: Enter) -> Enter:
         tensors, cotangent = sums.tensors, weighing.cotangent
         if not sums.begun:
             into = {i: x for i, x in enumerate(tensors) if x is not None}
-            sums.adopt(gradients_into(into, total, leaves, cotangent))
+            sums.adopt(autograd.gradients_into(into, total, leaves, cotangent))
             return
         if added:
             sums.written = True
             into = {i: tensors[i] for i in added}
-            grads: Any = gradients_into(into, total, leaves, cotangent)
+            grads: Any = autograd.gradients_into(into, total, leaves, cotangent)
         else:
-            grads = gradients(total, leaves, cotangent)
+            grads = autograd.gradients(total, leaves, cotangent)
         if NoneType in map(type, grads):
             which = [i for i, grad in enumerate(grads) if grad is not None]
             tensors, grads = [tensors[i] for i in which], [grads[i] for i in which]
         if tensors:
             sums.written = True
-            foreach_add_(tensors, grads)
+            kernels.foreach_add_(tensors, grads)
 
     return enter
 
@@ -228,16 +219,16 @@ def _each_into(sums: Sums, take: Take) -> Enter:
     """Let gradients be taken as they come: large ones one by one, so that no second tree exists."""
     large = sums.kinds.large
 
-    def enter(recorded: Recorded, weighing: Weighing) -> None:
+    def enter(recorded: Recorded, weighing: weights.Weighing) -> None:
         total, leaves, *_ = recorded
 
         def hook(i: int, grad: Tensor) -> Tensor:
             take([i], [grad], weighing)
-            return nothing_like(grad)
+            return weights.nothing_like(grad)
 
         handles = [leaves[i].register_hook(partial(hook, i)) for i in large]
         try:
-            grads = gradients(total, leaves, weighing.cotangent)
+            grads = autograd.gradients(total, leaves, weighing.cotangent)
         finally:
             for handle in handles:
                 handle.remove()
@@ -254,11 +245,11 @@ def _each_into(sums: Sums, take: Take) -> Enter:
 # What wraps an engine ------------------------------------------------------------------------
 
 
-def landing(seams: Seams, take: Take, layouts: Layouts) -> Seams:
+def landing(seams: Seams, take: Take, layouts: dtensors.Layouts) -> Seams:
     """Let only this rank's part of a gradient of a DTensor be taken, if it has one."""
 
-    def land(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
-        parts = [(i, landed(g, layouts[i])) for i, g in zip(which, grads, strict=True)]
+    def land(which: Sequence[int], grads: Sequence[Tensor], weighing: weights.Weighing) -> None:
+        parts = [(i, dtensors.landed(g, layouts[i])) for i, g in zip(which, grads, strict=True)]
         own = [(i, part) for i, part in parts if part is not None]
         take([i for i, _ in own], [part for _, part in own], weighing)
 
@@ -273,15 +264,18 @@ def remembering_modules(seams: Seams, way: Way) -> tuple[Seams, Way]:
     last: list[Any] = []
 
     def loss(*args: Any) -> Any:
-        with remembering() as held:
+        with called_modules.remembering() as held:
             out = seams.loss(*args)
-        last[:] = held, here.backward
+        last[:] = held, checks.here.backward
         return out
 
     @contextmanager
     def around() -> Generator[None]:
         held, backward = last
-        with holding(with_own_buffers(held)), running_again(backward):
+        with (
+            called_modules.holding(called_modules.with_own_buffers(held)),
+            exchange.running_again(backward),
+        ):
             yield
 
     return seams._replace(loss=loss), way._replace(around=around)

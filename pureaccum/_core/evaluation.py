@@ -12,45 +12,37 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base.checks import check_argnums, positions
-from .._base.dtensors import with_all_terms
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Tree, flatten, tree_map, unflatten
-from .arguments import Arguments
-from .auto_size import Size, automatic
-from .batches import (
-    Batch,
-    check_sizes,
-    cut_batch,
-    cutting,
-    read_batch,
-    read_microbatch,
-    rows_to_cut,
+from .._base import checks, dtensors, trees
+from .._base.torch_internals import modes
+from . import (
+    auto_size,
+    batches,
+    coupling,
+    history,
+    losses,
+    microbatch,
+    outputs,
+    precision,
+    reductions,
+    seams,
+    weights,
+    whole_batch,
+    writes,
 )
-from .coupling import LossOfPart, question_of
-from .history import refusing_backward, with_history
-from .layers.order import check_rule
-from .losses import Reduction, advising, counts, is_pair, known_to_all_ranks, mean_of, read, settled
-from .microbatch import call_microbatched
-from .outputs import Counted, Whole
-from .precision import Policy, under
-from .reductions import check_reduce
-from .seams import Rule
-from .weights import NoRowsError
-from .whole_batch import evaluate, question_about, read_cut
-from .writes import Given, Known, guarding, known_of
+from .arguments import Arguments
+from .layers import order
 
 
-@automatic
+@auto_size.automatic
 def value(  # noqa: D417
     func: Callable[..., Any],
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: Size = None,
-    reduction: Reduction = "mean",
-    aux_reduction: Tree = "concat",
-    policy: Policy | None = None,
+    microbatch_size: auto_size.Size = None,
+    reduction: losses.Reduction = "mean",
+    aux_reduction: trees.Tree = "concat",
+    policy: precision.Policy | None = None,
     stream: bool = False,
     check: bool = True,
 ) -> Callable[..., Any]:
@@ -84,16 +76,16 @@ def value(  # noqa: D417
         >>> value(loss, has_aux=True, microbatch_size=2)(torch.tensor(1.0), data)
         (tensor(1.4167), {'right': tensor(0.6667, dtype=torch.float64)})
     """
-    rule = check_rule(
-        Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")
+    rule = order.check_rule(
+        seams.Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")
     )
-    cut = check_argnums(batch_argnums, "batch_argnums")
-    check_reduce(aux_reduction, "aux_reduction")
-    size = None if microbatch_size is None else check_sizes(microbatch_size)
-    told = advising(func, *cut)
+    cut = checks.check_argnums(batch_argnums, "batch_argnums")
+    reductions.check_reduce(aux_reduction, "aux_reduction")
+    size = None if microbatch_size is None else batches.check_sizes(microbatch_size)
+    told = losses.advising(func, *cut)
     making = Evaluating(
         run=told if policy is None else _under(policy, told, has_aux),
-        known=known_of(func),
+        known=writes.known_of(func),
         batches=cut,
         size=size,
         rule=rule,
@@ -102,94 +94,96 @@ def value(  # noqa: D417
     )
     if stream:
         over_stream = partial(_over_stream, making)
-        return wraps(func)(refusing_backward(over_stream, "the value over a stream", _GONE))
+        return wraps(func)(history.refusing_backward(over_stream, "the value over a stream", _GONE))
     if size is None:
         return wraps(func)(partial(_at_once, making))
-    return wraps(func)(with_history(partial(_over_batch, making), making.known))
+    return wraps(func)(history.with_history(partial(_over_batch, making), making.known))
 
 
 class Evaluating(NamedTuple):
     """What a value is made of: the loss, what is known of it, which arguments are batches."""
 
     run: Callable[..., Any]  # the loss
-    known: Known
+    known: writes.Known
     batches: tuple[int, ...]
     size: int | list[int] | None
-    rule: Rule
-    aux_reduction: Tree
+    rule: seams.Rule
+    aux_reduction: trees.Tree
     check: bool
 
 
 def _at_once(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
     has_aux = making.rule.has_aux
-    with guarding(making.known, _given(args)) as guarded:
+    with writes.guarding(making.known, _given(args)) as guarded:
         out = guarded(lambda: making.run(*args, **kwargs))()
-    seen, shape = read(out, has_aux)
-    total, weight, _ = known_to_all_ranks(seen)
-    loss = with_all_terms([mean_of(total, weight)])[0].to(shape.dtype)
-    return (loss, settled(out[1])) if has_aux else loss
+    seen, shape = losses.read(out, has_aux)
+    total, weight, _ = losses.known_to_all_ranks(seen)
+    loss = dtensors.with_all_terms([losses.mean_of(total, weight)])[0].to(shape.dtype)
+    return (loss, losses.settled(out[1])) if has_aux else loss
 
 
 def _over_batch(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
     known, rule = making.known, making.rule
-    batch = {i: args[i] for i in positions(making.batches, len(args), "batch_argnums")}
-    cut = read_cut(batch, making.size, rule.has_aux)
-    question = question_about(cut, rule) if making.check else None
-    with guarding(known, _given(args), question=question) as guarded:
+    batch = {i: args[i] for i in checks.positions(making.batches, len(args), "batch_argnums")}
+    cut = whole_batch.read_cut(batch, making.size, rule.has_aux)
+    question = whole_batch.question_about(cut, rule) if making.check else None
+    with writes.guarding(known, _given(args), question=question) as guarded:
         loss, leaves = _of_part(making, args, kwargs, batch)
         one, parts = guarded(loss), cut.parts()
         outs = ((one(leaves, part, rows, ()), rows, counted) for part, rows, counted in parts)
-        with cutting(len(cut.sizes), sized=cut.size is not None):
-            return evaluate(outs, rule, making.aux_reduction)
+        with batches.cutting(len(cut.sizes), sized=cut.size is not None):
+            return whole_batch.evaluate(outs, rule, making.aux_reduction)
 
 
 def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
     known, rule = making.known, making.rule
-    batch = {i: args[i] for i in positions(making.batches, len(args), "batch_argnums")}
-    last: list[Batch] = []
+    batch = {i: args[i] for i in checks.positions(making.batches, len(args), "batch_argnums")}
+    last: list[batches.Batch] = []
 
     def outs() -> Iterator[tuple[Any, int, int | None]]:
         for part in parts_of_streams(batch, making.size, "value", stream=True):
-            last[:] = [its := read_microbatch(part, "args")]
-            given = _given(args), Given("args", its.leaves, its.spec)
-            question = question_of(its, rule) if making.check else None
-            with guarding(known, *given, question=question) as guarded:
+            last[:] = [its := batches.read_microbatch(part, "args")]
+            given = _given(args), writes.Given("args", its.leaves, its.spec)
+            question = coupling.question_of(its, rule) if making.check else None
+            with writes.guarding(known, *given, question=question) as guarded:
                 loss, leaves = _of_part(making, args, kwargs, batch)
                 out = guarded(loss)(leaves, part, its.rows or 0, ())
             yield out, its.rows or 0, its.rows
 
     try:
-        return evaluate(outs(), rule, making.aux_reduction)
-    except NoRowsError as error:
+        return whole_batch.evaluate(outs(), rule, making.aux_reduction)
+    except weights.NoRowsError as error:
         raise last[0].problem or error from None
 
 
 def _of_part(
     making: Evaluating, args: tuple[Any, ...], kwargs: Any, batch: dict[int, Any]
-) -> tuple[LossOfPart, tuple[Any, ...]]:
+) -> tuple[coupling.LossOfPart, tuple[Any, ...]]:
     """The loss of a part of the batch arguments and of the leaves of the others, and these."""
-    leaves, spec = flatten({i: x for i, x in enumerate(args) if i not in batch})
+    leaves, spec = trees.flatten({i: x for i, x in enumerate(args) if i not in batch})
 
-    def judged(*args: Any, **kwargs: Any) -> Counted:
+    def judged(*args: Any, **kwargs: Any) -> outputs.Counted:
         out = making.run(*args, **kwargs)
-        seen, _ = read(out, making.rule.has_aux)
-        keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
-        return Counted(out, keep)
+        seen, _ = losses.read(out, making.rule.has_aux)
+        keep = None if isinstance(seen.weight, tuple) else losses.counts(seen.total, seen.weight)
+        return outputs.Counted(out, keep)
 
-    def loss(leaves: Sequence[Any], part: Tree, *_: Any) -> Any:
-        filled = unflatten(spec, leaves) | part
+    def loss(leaves: Sequence[Any], part: trees.Tree, *_: Any) -> Any:
+        filled = trees.unflatten(spec, leaves) | part
         given = [filled[i] for i in range(len(args))]
-        if not transform_active():
+        if not modes.transform_active():
             return making.run(*given, **kwargs)
         # A function of one piece, of which nothing is kept.
         arguments = Arguments.of(given, kwargs)
-        return call_microbatched(judged, arguments, Whole(), making.known, guards=False)
+        return microbatch.call_microbatched(
+            judged, arguments, outputs.Whole(), making.known, guards=False
+        )
 
     return loss, tuple(leaves)  # a list would be leaves to differentiate with respect to
 
 
-def _given(args: tuple[Any, ...]) -> Given:
-    return Given("args", *flatten(dict(enumerate(args))))
+def _given(args: tuple[Any, ...]) -> writes.Given:
+    return writes.Given("args", *trees.flatten(dict(enumerate(args))))
 
 
 _GONE = (
@@ -198,9 +192,9 @@ _GONE = (
 )
 
 
-def _under(policy: Policy, func: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def _under(policy: precision.Policy, func: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     """A loss as a policy says, as in a step: the loss is wide, and aux has its output dtype."""
-    run = under(policy, func)
+    run = precision.under(policy, func)
 
     def wide(x: Any) -> Any:
         narrow = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize < 4
@@ -209,8 +203,12 @@ def _under(policy: Policy, func: Callable[..., Any], has_aux: bool) -> Callable[
     def computed(*args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
         if not has_aux:
-            return tree_map(wide, out)
-        return (tree_map(wide, out[0]), policy.cast_to_output(out[1])) if is_pair(out) else out
+            return trees.tree_map(wide, out)
+        return (
+            (trees.tree_map(wide, out[0]), policy.cast_to_output(out[1]))
+            if losses.is_pair(out)
+            else out
+        )
 
     return computed
 
@@ -220,7 +218,7 @@ def _under(policy: Policy, func: Callable[..., Any], has_aux: bool) -> Callable[
 
 def parts_of_streams(
     batch: dict[int, Any], size: int | list[int] | None, nothing: str, *, stream: bool
-) -> Iterator[dict[int, Tree]]:
+) -> Iterator[dict[int, trees.Tree]]:
     """The microbatches of a batch, by the positions of its arguments; or of a stream of batches.
 
     Where that gives no batch, ``nothing`` says what there is none of, if it is an error.
@@ -241,9 +239,9 @@ def parts_of_streams(
         if size is None:
             yield whole
         else:
-            flat = read_batch(whole, "args")
-            rows_to_cut(flat, "args")
-            yield from cut_batch(flat, size)
+            flat = batches.read_batch(whole, "args")
+            batches.rows_to_cut(flat, "args")
+            yield from batches.cut_batch(flat, size)
     if not some and nothing:
         raise ValueError(
             f"the stream gave no batch, and there is no {nothing} of nothing. An iterator that is "

@@ -35,40 +35,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base.claims import Agreement, agreement, between_ranks, claim
-from .._base.checks import here
-from .._base.containers import open_tree
-from .._base.torch_internals.autograd import in_backward
-from .._base.torch_internals.functorch import differentiated, down_to, forward_ad, transform_level
-from .._base.trees import Tree, accumulation_dtype, continuous, real_parts, unflatten
-from .batches import parts_of_batch
-from .buckets import buckets_of, group_of, meet
-from .watch import exchanged, note_made
+from .._base import checks, claims, containers, trees
+from .._base.torch_internals import autograd, functorch
+from . import batches, buckets, watch
 
 
-def exchange(kind: "Kind", tree: Tree, group: Any) -> Tree:
+def exchange(kind: "Kind", tree: trees.Tree, group: Any) -> trees.Tree:
     """Exchange a tree of tensors with the ranks of a group, differentiably.
 
     A copy is made of what is differentiated by: what is constant stays so.
     """
-    leaves, spec = open_tree(tree)
-    at = [i for i, x in enumerate(leaves) if kind != "copy" or differentiated(x)]
-    found = Exchange(kind, group_of(group)).of([leaves[i] for i in at])
+    leaves, spec = containers.open_tree(tree)
+    at = [i for i, x in enumerate(leaves) if kind != "copy" or functorch.differentiated(x)]
+    found = Exchange(kind, buckets.group_of(group)).of([leaves[i] for i in at])
     for i, x in zip(at, found, strict=True):
         leaves[i] = x
-    return unflatten(spec, leaves)
+    return trees.unflatten(spec, leaves)
 
 
 def any_rank(flags: Sequence[bool], device: torch.device, group: Any) -> list[bool]:
     """Which of some things are so on any rank; the host waits for that."""
-    with down_to(0):
+    with functorch.down_to(0):
         (counts,) = Exchange("total", group).run([torch.tensor(flags, device=device).double()])
         return [count > 0 for count in counts.tolist()]
 
 
 def gather_one(x: Tensor, group: Any, kind: "Kind" = "gather") -> Tensor:
     """The tensors of all ranks, whose one shape no data decides, along a new dim 0."""
-    each = [1] * dist.get_world_size(group := group_of(group))
+    each = [1] * dist.get_world_size(group := buckets.group_of(group))
     (rows,) = Exchange(kind, group, each, fixed=True).of([x.unsqueeze(0)])
     return rows
 
@@ -85,7 +79,8 @@ TRANSPOSED: dict[Kind, Kind] = {
     "copy": "total",
 }
 
-_agreed: WeakKeyDictionary[Any, Agreement] = WeakKeyDictionary()  # what each group has exchanged
+# what each group has exchanged
+_agreed: WeakKeyDictionary[Any, claims.Agreement] = WeakKeyDictionary()
 _CAUSE = (
     "Ranks call psum and gather in one order, equally often, with tensors that are alike. Did one "
     "of them take another branch, cut its batch around the call into another number of "
@@ -113,8 +108,8 @@ class Exchange:
         if not tensors:
             return []
         note_reached(self.group)
-        found: Any = _Exchange.apply(self, *exchanged(tensors))
-        note_made(found)
+        found: Any = _Exchange.apply(self, *watch.exchanged(tensors))
+        watch.note_made(found)
         return list(found)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -122,13 +117,14 @@ class Exchange:
         if self.kind == "copy":
             at, each = dist.get_rank(self.group), self.each
             return [(x if each is None else x.split(each)[at]).clone() for x in tensors]
-        if here.observed is not None:  # other ranks may not observe, and what comes is dropped
-            here.observed.reached = True
+        # other ranks may not observe, and what comes is dropped
+        if checks.here.observed is not None:
+            checks.here.observed.reached = True
             return [*map(self.alone, tensors)]
         self.agree(tensors)
-        reals = [*map(real_parts, tensors)]
+        reals = [*map(trees.real_parts, tensors)]
         blocks = [self.blocks_of(x) for x in reals]
-        for members in buckets_of([x if x.numel() else None for x in blocks]):
+        for members in buckets.buckets_of([x if x.numel() else None for x in blocks]):
             flat = self.sent(torch.cat([blocks[i] for i in members], 1))
             pieces = flat.split([blocks[i].shape[1] for i in members], 1)
             for i, piece in zip(members, pieces, strict=True):
@@ -167,7 +163,7 @@ class Exchange:
     def sent(self, flat: Tensor) -> Tensor:
         """What comes of the blocks of several tensors, side by side."""
         group, empty = self.group, flat.new_empty
-        with between_ranks():
+        with claims.between_ranks():
             if self.each is None:
                 dist.all_reduce(flat, group=group)
                 return flat
@@ -192,8 +188,8 @@ class Exchange:
 
     def agree(self, tensors: Sequence[Tensor]) -> None:
         """Compare with the other ranks what is about to travel."""
-        known = _agreed.setdefault(self.group, agreement({}))
-        parts = parts_of_batch()
+        known = _agreed.setdefault(self.group, claims.agreement({}))
+        parts = batches.parts_of_batch()
         call = self.kind if parts < 2 else f"{self.kind} in one of {parts} microbatches"
         likes = [x[:0] if self.of_rows else x for x in tensors]
         kind = call, *((x.shape, x.dtype) for x in likes)
@@ -201,16 +197,16 @@ class Exchange:
         trusted = counted and (self.fixed or device.type != "cpu")
         if trusted and not parts and kind in known.kinds:
             return
-        claimed = claim(known, call, {"tensors": likes}, {}, device, _CAUSE, whole=False)
+        claimed = claims.claim(known, call, {"tensors": likes}, {}, device, _CAUSE, whole=False)
         rows = len(tensors[0]) if self.of_rows else 0
-        of_all = meet(claimed, self.group, rows)
+        of_all = buckets.meet(claimed, self.group, rows)
         known.kinds[kind] = claimed.kind
         if not counted:
             self.each = [*map(int, of_all.tolist())]
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(accumulation_dtype(x.dtype)) if continuous(x) else x
+    return x.to(trees.accumulation_dtype(x.dtype)) if trees.continuous(x) else x
 
 
 _UNKNOWN = (
@@ -232,11 +228,11 @@ class _Exchange(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.how, *tensors = inputs
         ctx.pulled = recorded_here()
-        ctx.wrt = [i for i, x in enumerate(tensors) if continuous(x)]
+        ctx.wrt = [i for i, x in enumerate(tensors) if trees.continuous(x)]
         ctx.given = [(x.shape, x.dtype, x.device) for x in tensors]
         ctx.likes = [(x.shape, x.dtype, x.device) for x in output]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in output if not continuous(x)))
+        ctx.mark_non_differentiable(*(x for x in output if not trees.continuous(x)))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
@@ -258,7 +254,7 @@ class _Exchange(Function):
 
     @staticmethod
     def jvp(ctx: Any, _how: Any, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        with forward_ad():  # torch turns it off in the rules of Functions
+        with functorch.forward_ad():  # torch turns it off in the rules of Functions
             found = ctx.how.of(_filled(tangents, ctx.wrt, ctx.given))
         outs: list[Tensor | None] = [None] * len(ctx.given)
         for i, t in zip(ctx.wrt, found, strict=True):
@@ -309,8 +305,8 @@ _elsewhere: list[int] = []  # the threads that run backward passes in which loss
 
 def recorded_here() -> Backward | None:
     """The backward pass of what is recorded now, at this level; None for one that is not ours."""
-    backward, level = here.backward, transform_level()
-    if backward is None and _elsewhere and in_backward():
+    backward, level = checks.here.backward, functorch.transform_level()
+    if backward is None and _elsewhere and autograd.in_backward():
         raise RuntimeError(
             "what reaches other ranks is run again by a checkpoint in a thread of torch's own, "
             "where its weight is not known. Use pa.remat in place of torch.utils.checkpoint."
@@ -322,10 +318,10 @@ def recorded_here() -> Backward | None:
 
 def note_reached(group: Any) -> None:
     """Say that what runs in this thread has reached other ranks."""
-    backward = here.backward
+    backward = checks.here.backward
     while backward is not None:
-        if here.observed is not None:
-            here.observed.callback(setattr, backward, "group", backward.group)
+        if checks.here.observed is not None:
+            checks.here.observed.callback(setattr, backward, "group", backward.group)
         backward.group = group
         backward = backward.outer
 
@@ -333,7 +329,11 @@ def note_reached(group: Any) -> None:
 def begun(times: Any = None) -> Backward:
     """The backward pass of what is recorded at this level from now on."""
     backward = Backward()
-    backward.outer, backward.level, backward.times = here.backward, transform_level(), times
+    backward.outer, backward.level, backward.times = (
+        checks.here.backward,
+        functorch.transform_level(),
+        times,
+    )
     backward.plain = backward.level is None
     return backward
 
@@ -348,11 +348,11 @@ def onlooker(plain: bool = False) -> Backward:
 @contextmanager
 def inside_of(backward: Backward) -> Generator[Backward]:
     """Say that what this thread records inside is pulled by a backward pass."""
-    before, here.backward = here.backward, backward
+    before, checks.here.backward = checks.here.backward, backward
     try:
         yield backward
     finally:
-        here.backward = before
+        checks.here.backward = before
 
 
 def pulled_by(backward: Backward | None) -> AbstractContextManager[Any]:

@@ -11,12 +11,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.sharded_rows import NOWHERE, Over, join_rows
-from .._base.torch_internals.functorch import innermost, is_one_of_many, levels
-from .._base.torch_internals.kernels import materialised
-from .._base.torch_internals.modes import may_add_in_place
-from .._base.trees import sum_dtype
-from .weights import is_large
+from .._base import sharded_rows, trees
+from .._base.torch_internals import functorch, kernels, modes
+from . import weights
 
 
 class Rows(NamedTuple):
@@ -25,7 +22,7 @@ class Rows(NamedTuple):
     dim: int
     each: bool = False  # one entry per piece, in place of its rows
     host: torch.device | None = None  # the device that computes with rows that lie on the host
-    over: Over = NOWHERE  # the ranks of which each cuts its own rows
+    over: sharded_rows.Over = sharded_rows.NOWHERE  # the ranks of which each cuts its own rows
 
 
 # Of an output "whole" is summed; an "own" operand is captured, and used without being given.
@@ -52,7 +49,7 @@ class Gathered:
         elif self.sums:
             self.add(x)
         elif isinstance(self.how, Rows) and (len(self.sizes) > 1 or self.how.host):
-            if self.how.over == NOWHERE or self.how.each:
+            if self.how.over == sharded_rows.NOWHERE or self.how.each:
                 self.append(x, self.how)
             else:
                 self.parts.append(x)
@@ -63,7 +60,7 @@ class Gathered:
         """Add the next term."""
         if not self.parts:
             self.dtype = x.dtype
-            self.parts = [x.to(sum_dtype(x), copy=not self.recorded)]  # the caller's, perhaps
+            self.parts = [x.to(trees.sum_dtype(x), copy=not self.recorded)]  # the caller's, perhaps
         elif self.may_write(x):
             self.parts[0].add_(x)
         else:
@@ -93,17 +90,17 @@ class Gathered:
         """Whether a piece may be written into what is there."""
         if self.recorded:
             return False
-        return not (its := levels(x)) or its <= levels(self.parts[0])
+        return not (its := functorch.levels(x)) or its <= functorch.levels(self.parts[0])
 
     def end(self) -> Tensor:
         """The whole output; a sum is in the dtype of a piece."""
         if isinstance(self.how, Rows) and self.how.host:
             await_host(self.how.host)
         if isinstance(self.how, Rows) and len(self.parts) > 1:
-            if self.how.over != NOWHERE and not self.how.each:
-                return join_rows(self.parts, self.how.over, self.how.dim)
+            if self.how.over != sharded_rows.NOWHERE and not self.how.each:
+                return sharded_rows.join_rows(self.parts, self.how.over, self.how.dim)
             return torch.cat(self.parts, self.how.dim)
-        return materialised(self.parts[0].to(self.dtype) if self.sums else self.parts[0])
+        return kernels.materialised(self.parts[0].to(self.dtype) if self.sums else self.parts[0])
 
 
 FEW_BYTES = 2**16  # rows that have no more may exist twice; to join them at the end is faster
@@ -111,20 +108,24 @@ FEW_BYTES = 2**16  # rows that have no more may exist twice; to join them at the
 
 def holds_much(x: Tensor, times: int) -> bool:
     """Whether so many tensors like this one keep more memory than may be there twice."""
-    own = innermost(x)
+    own = functorch.innermost(x)
     return own.layout is torch.strided and own.untyped_storage().nbytes() * times > FEW_BYTES
 
 
 def small_sums(gathered: Sequence[Gathered]) -> list[Tensor] | None:
     """The sums so far, if all outputs are sums that may be added to in one call."""
-    if not (gathered and may_add_in_place() and all(x.sums and not x.recorded for x in gathered)):
+    if not (
+        gathered and modes.may_add_in_place() and all(x.sums and not x.recorded for x in gathered)
+    ):
         return None
     sums = [so_far.parts[0] for so_far in gathered]
     return None if any(map(_is_added_alone, sums)) else sums
 
 
 def _is_added_alone(x: Tensor) -> bool:
-    return type(x) is not Tensor or x.is_sparse or is_one_of_many(x) or is_large(x)
+    return (
+        type(x) is not Tensor or x.is_sparse or functorch.is_one_of_many(x) or weights.is_large(x)
+    )
 
 
 # Rows on the host ----------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class Fetched(Sequence[Tensor]):
         x, ready = self.coming.pop(p)
         here = _module(self.device).current_stream(self.device)
         here.wait_event(ready)
-        innermost(x).record_stream(here)
+        functorch.innermost(x).record_stream(here)
         return x
 
 
@@ -177,7 +178,8 @@ def put(place: Tensor, x: Tensor) -> None:
     side.wait_stream(_module(device).current_stream(device))
     with _module(device).stream(side):
         place.copy_(x, non_blocking=True)
-    innermost(x).record_stream(side)  # its memory is not given away before it has been copied
+    # its memory is not given away before it has been copied
+    functorch.innermost(x).record_stream(side)
 
 
 def await_host(device: torch.device) -> None:

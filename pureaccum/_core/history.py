@@ -26,22 +26,10 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from .._base.checks import here, refuse_without_graph
-from .._base.random_state import generators, restore
-from .._base.refusals import advise_on_vjp
-from .._base.states import Refusing, mark
-from .._base.torch_internals.autograd import ends_of, without_history
-from .._base.torch_internals.functorch import innermost
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import NAMESPACE, Tree, continuous, flatten, tree_leaves, unflatten
+from .._base import checks, random_state, refusals, states, trees
+from .._base.torch_internals import autograd, functorch, modes
+from . import attachment, exchange, gathered, recomputation, rule, watch, writes
 from .arguments import Arguments
-from .attachment import attach
-from .exchange import Backward
-from .gathered import WHOLE
-from .recomputation import Again
-from .rule import Form, Outs, Pieces
-from .watch import Finding, UnseenError, exchanged, note_made
-from .writes import Known
 
 
 Call = Callable[..., Any]
@@ -55,7 +43,7 @@ class CapturedError(BaseException):
 class _Here(threading.local):
     """The backward pass that was around when ``here.look`` began to look."""
 
-    inside_of: Backward | None = None
+    inside_of: exchange.Backward | None = None
 
 
 _here = _Here()
@@ -63,20 +51,20 @@ _here = _Here()
 
 def looking(look: Look | None, call: Call, /, *args: Any, **kwargs: Any) -> Any:
     """Call something, and look at what the losses in it return."""
-    before = here.look, _here.inside_of
-    here.look, _here.inside_of = look, here.backward
+    before = checks.here.look, _here.inside_of
+    checks.here.look, _here.inside_of = look, checks.here.backward
     try:
         return call(*args, **kwargs)
     finally:
-        here.look, _here.inside_of = before
+        checks.here.look, _here.inside_of = before
 
 
 def _passed_on(call: Call, args: Any, kwargs: Any) -> Any:
     """A call whose results are part of those of another one, which is followed as a whole."""
-    if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):
+    if any(isinstance(x, Tensor) and x.requires_grad for x in trees.tree_leaves((args, kwargs))):
         arguments = Arguments.of(args, kwargs)
-        tensors = exchanged(arguments.tensors)
-        here.look(tensors, ())
+        tensors = watch.exchanged(arguments.tensors)
+        checks.here.look(tensors, ())
         args, kwargs = arguments.filled(tensors)
     return call(*args, **kwargs)
 
@@ -87,22 +75,22 @@ def captured_in(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
     own = {*map(id, leaves)}
     for x in outs:
         if isinstance(x, Tensor):
-            x = x if x.grad_fn is not None else innermost(x)
+            x = x if x.grad_fn is not None else functorch.innermost(x)
             if x.requires_grad:
-                found += [end for end in ends_of(x) if id(end) not in own]
+                found += [end for end in autograd.ends_of(x) if id(end) not in own]
     return found
 
 
-def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+def refuse_captured(known: writes.Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     """Raise where a loss captures what requires grad, and is no parameter of a module.
 
     To follow a graph takes time: after a loss's first call, that of one microbatch a call.
     """
     if known.captures is not None:
-        here.look = None
+        checks.here.look = None
     found = captured_in(outs, leaves)
     for at in known.captured:
-        if (x := at()) is not None and not isinstance(x, Refusing) and x.requires_grad:
+        if (x := at()) is not None and not isinstance(x, states.Refusing) and x.requires_grad:
             found.append(x)
     for x in found:
         if not isinstance(x, nn.Parameter):
@@ -115,7 +103,7 @@ def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor])
             )
 
 
-def _stop(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+def _stop(known: writes.Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     """End the call where a loss captures what requires grad: it is made again, and followed.
 
     Leaves that require grad are those of an engine that records a graph, which is looked at as
@@ -124,10 +112,10 @@ def _stop(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     if captured_in(outs, leaves):
         raise CapturedError
     if known.captures is not None and leaves and leaves[0].requires_grad:
-        here.look = None
+        checks.here.look = None
 
 
-def with_history(call: Call, known: Known, plain: Call | None = None) -> Call:
+def with_history(call: Call, known: writes.Known, plain: Call | None = None) -> Call:
     """Let plain autograd follow the results of a call, and what the loss in it captures.
 
     ``plain`` is the same function as torch.func's transforms follow it; by default ``call`` itself.
@@ -135,7 +123,7 @@ def with_history(call: Call, known: Known, plain: Call | None = None) -> Call:
 
     @wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if transform_active():
+        if modes.transform_active():
             return call(*args, **kwargs)
         return call_with_history(call, plain or call, known, args, kwargs)
 
@@ -143,7 +131,7 @@ def with_history(call: Call, known: Known, plain: Call | None = None) -> Call:
 
 
 def call_with_history(
-    call: Call, plain: Call, known: Known, args: Any, kwargs: Any, captured: bool = True
+    call: Call, plain: Call, known: writes.Known, args: Any, kwargs: Any, captured: bool = True
 ) -> Any:
     """The results of a call, which plain autograd follows.
 
@@ -151,55 +139,55 @@ def call_with_history(
     """
     if not torch.is_grad_enabled():
         return looking(None, call, *args, **kwargs)
-    if here.look is not None and _here.inside_of is here.backward:
+    if checks.here.look is not None and _here.inside_of is checks.here.backward:
         return _passed_on(call, args, kwargs)
     stop = partial(_stop if captured else refuse_captured, known)
     captures = captured and known.captures is True
     called: Any = args, kwargs
-    leaves = optree.tree_leaves(called, namespace=NAMESPACE)
+    leaves = optree.tree_leaves(called, namespace=trees.NAMESPACE)
     given = [x for x in leaves if isinstance(x, Tensor)]
     if not (captures or any(map(_requires_grad, given))):
-        before = generators({x.device for x in given}) if captured else []
-        outer = here.look, _here.inside_of
-        here.look, _here.inside_of = stop, here.backward
+        before = random_state.generators({x.device for x in given}) if captured else []
+        outer = checks.here.look, _here.inside_of
+        checks.here.look, _here.inside_of = stop, checks.here.backward
         try:
             result = call(*args, **kwargs)
             known.captures = bool(known.captures)
             return result
         except CapturedError:
-            restore(before)
+            random_state.restore(before)
             captures = known.captures = True
         finally:
-            here.look, _here.inside_of = outer
+            checks.here.look, _here.inside_of = outer
     # A step gives its state up, but for the plain one.
     return _followed(call if captured else plain, plain, captures, stop, known, args, kwargs)
 
 
 def _followed(
-    call: Call, plain: Call, captures: bool, stop: Look, known: Known, args: Any, kwargs: Any
+    call: Call, plain: Call, captures: bool, stop: Look, known: writes.Known, args: Any, kwargs: Any
 ) -> Any:
     arguments = Arguments.of(args, kwargs)
-    filled, tensors = arguments.filled, exchanged(arguments.tensors)
-    own, count = without_history(tensors), len(tensors)
-    before = generators({x.device for x in tensors})
-    remembered = Again(before, known)
+    filled, tensors = arguments.filled, watch.exchanged(arguments.tensors)
+    own, count = autograd.without_history(tensors), len(tensors)
+    before = random_state.generators({x.device for x in tensors})
+    remembered = recomputation.Again(before, known)
 
     def first(stop: Look | None) -> Any:
         args, kwargs = filled(own)
         result = looking(stop, call, *args, **kwargs)
         if stop is not None:  # it may depend on something captured by itself
-            stop(tree_leaves(result), ())
+            stop(trees.tree_leaves(result), ())
         return result
 
     try:
-        with remembered.finding(own, Finding(False)) if captures else nullcontext():
+        with remembered.finding(own, watch.Finding(False)) if captures else nullcontext():
             result = first(stop)
         if not captures:
             remembered.note_piece(set())
         remembered.end()
         remembered.hold(call, watched=captures)
-    except (CapturedError, UnseenError):
-        restore(before)
+    except (CapturedError, watch.UnseenError):
+        random_state.restore(before)
         if captures:
             found: list[Tensor] = []
             result = first(lambda outs, leaves: found.extend(captured_in(outs, leaves)))
@@ -210,7 +198,7 @@ def _followed(
     def repeated(*operands: Tensor) -> list[Tensor]:
         with remembered.as_then(0, operands[count:]):
             args, kwargs = filled(operands[:count])
-            return [x for x in tree_leaves(plain(*args, **kwargs)) if _has_derivative(x)]
+            return [x for x in trees.tree_leaves(plain(*args, **kwargs)) if _has_derivative(x)]
 
     return _attached(result, repeated, [*tensors, *remembered.captured])
 
@@ -230,15 +218,15 @@ def refusing_backward(call: Call, what: str, why: str) -> Call:
 
     @wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if transform_active():
+        if modes.transform_active():
             return call(*args, **kwargs)
         if not torch.is_grad_enabled():
             return looking(None, call, *args, **kwargs)
-        if here.look is not None and _here.inside_of is here.backward:
+        if checks.here.look is not None and _here.inside_of is checks.here.backward:
             return _passed_on(call, args, kwargs)
-        if here.backward is not None:
-            refuse_without_graph(what)
-        leaves, spec = flatten((args, kwargs))
+        if checks.here.backward is not None:
+            checks.refuse_without_graph(what)
+        leaves, spec = trees.flatten((args, kwargs))
         captured: list[Tensor] = []
 
         def note(outs: Sequence[Any], own: Sequence[Tensor]) -> None:
@@ -249,13 +237,13 @@ def refusing_backward(call: Call, what: str, why: str) -> Call:
         for i in at:
             given[i] = leaves[i].detach()
         if at:
-            args, kwargs = unflatten(spec, given)
+            args, kwargs = trees.unflatten(spec, given)
         try:
             result = looking(note, call, *args, **kwargs)
         finally:
             for i in at:  # what was given up, the caller may not use either
-                if isinstance(given[i], Refusing):
-                    mark([leaves[i]], type(given[i]))
+                if isinstance(given[i], states.Refusing):
+                    states.mark([leaves[i]], type(given[i]))
         if not (at or captured):
             return result
         return refused(result, f"a gradient was asked of {what}, which keeps no graph. {why}")
@@ -263,7 +251,7 @@ def refusing_backward(call: Call, what: str, why: str) -> Call:
     return wrapped
 
 
-def refused(result: Tree, why: str, operands: Sequence[Tensor] = ()) -> Tree:
+def refused(result: trees.Tree, why: str, operands: Sequence[Tensor] = ()) -> trees.Tree:
     """A result that raises when a backward pass reaches it. It keeps operands alone."""
 
     def repeated(*_: Tensor) -> list[Tensor]:
@@ -273,27 +261,27 @@ def refused(result: Tree, why: str, operands: Sequence[Tensor] = ()) -> Tree:
 
 
 def _has_derivative(x: Any) -> bool:
-    return isinstance(x, Tensor) and continuous(x)
+    return isinstance(x, Tensor) and trees.continuous(x)
 
 
 def _attached(
-    result: Tree, repeated: Callable[..., list[Tensor]], operands: Sequence[Tensor]
-) -> Tree:
+    result: trees.Tree, repeated: Callable[..., list[Tensor]], operands: Sequence[Tensor]
+) -> trees.Tree:
     """A result as a function of operands, of which ``repeated`` computes its tensors again."""
-    leaves, spec = flatten(result)
+    leaves, spec = trees.flatten(result)
     at = [i for i, x in enumerate(leaves) if _has_derivative(x)]
 
-    def call(_: int, operands: Sequence[Tensor]) -> Outs:
+    def call(_: int, operands: Sequence[Tensor]) -> rule.Outs:
         try:
             return repeated(*operands), ()
         except RuntimeError as error:
-            advise_on_vjp(error)
+            refusals.advise_on_vjp(error)
             raise
 
-    form = Form((WHOLE,) * len(operands), (WHOLE,) * len(at), (0,) * len(at))
-    piece = Pieces(call, form, (1,), composes=True)
-    made = attach(piece, operands, [leaves[i].detach() for i in at])
-    note_made(made)
+    form = rule.Form((gathered.WHOLE,) * len(operands), (gathered.WHOLE,) * len(at), (0,) * len(at))
+    piece = rule.Pieces(call, form, (1,), composes=True)
+    made = attachment.attach(piece, operands, [leaves[i].detach() for i in at])
+    watch.note_made(made)
     for i, x in zip(at, made, strict=True):
         leaves[i] = x
-    return unflatten(spec, leaves)
+    return trees.unflatten(spec, leaves)

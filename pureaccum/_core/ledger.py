@@ -18,19 +18,13 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import check_fits, check_state
-from .._base.dtensors import any_sharded, with_all_terms
-from .._base.sharded_rows import NOWHERE, Over
-from .._base.states import loadable
-from .._base.torch_internals.modes import at_top_level
-from .._base.trees import Tree, add, flatten, scalar
-from .losses import Reduction
-from .reductions import AuxState, fold_aux
-from .seams import Rule
+from .._base import checks, dtensors, sharded_rows, states, trees
+from .._base.torch_internals import modes
+from . import losses, reductions, seams
 from .weights import Microbatch
 
 
-@loadable
+@states.loadable
 class AccumState(NamedTuple):
     """What has been accumulated so far: tensors, all of them sums over the microbatches.
 
@@ -55,7 +49,7 @@ class AccumState(NamedTuple):
         (tensor(4.), tensor(2., dtype=torch.float64), tensor(1))
     """
 
-    grads: Tree
+    grads: trees.Tree
     total: Tensor
     weight: Tensor
     microbatches: Tensor
@@ -72,9 +66,9 @@ class Flow(NamedTuple):
     # ``advance(carried, entry, rows)``: what the one after it is given, and the entry with its own
     # aux alone.
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
-    aux: AuxState | None = None  # what was reduced before
-    aux_reduction: Tree = None  # how aux is reduced, where there is any
-    over: Over = NOWHERE  # the ranks of which each cuts its own rows
+    aux: reductions.AuxState | None = None  # what was reduced before
+    aux_reduction: trees.Tree = None  # how aux is reduced, where there is any
+    over: sharded_rows.Over = sharded_rows.NOWHERE  # the ranks of which each cuts its own rows
 
 
 class Ledger:
@@ -82,7 +76,7 @@ class Ledger:
 
     __slots__ = ("entries", "flow", "rule")
 
-    def __init__(self, rule: Rule, flow: Flow) -> None:
+    def __init__(self, rule: seams.Rule, flow: Flow) -> None:
         self.rule, self.flow = rule, flow
         self.entries: list[Microbatch] = []
 
@@ -94,7 +88,9 @@ class Ledger:
             self.flow = flow = flow._replace(carried=carried)
         if self.rule.has_aux:
             skipping = self.rule.nonfinite == "skip"
-            aux = fold_aux(flow.aux, entry, rows, flow.aux_reduction, skipping, flow.over)
+            aux = reductions.fold_aux(
+                flow.aux, entry, rows, flow.aux_reduction, skipping, flow.over
+            )
             self.flow, entry = flow._replace(aux=aux), entry._replace(aux=())
         self.entries.append(entry)
 
@@ -102,30 +98,30 @@ class Ledger:
 # Amounts -------------------------------------------------------------------------------------
 
 
-def plain_sum(state: AccumState, reduction: Reduction) -> Tensor | bool:
+def plain_sum(state: AccumState, reduction: losses.Reduction) -> Tensor | bool:
     """Whether what was summed has no weight to be divided by."""
     return reduction == "sum" and state.weighted == 0
 
 
 def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squares: bool) -> None:
     """Check that a state is an ``AccumState``, and belongs to these params."""
-    sums, sums_spec = flatten(read_state(state).grads)
-    check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"))
+    sums, sums_spec = trees.flatten(read_state(state).grads)
+    checks.check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"))
     check_squares(state, squares)
 
 
 def merged(a: AccumState, b: AccumState, squares: bool, names: tuple[str, str]) -> AccumState:
     """One state of two; ``names`` are what errors call their gradients."""
-    check_fits(*flatten(b.grads), *flatten(a.grads), (names[1], names[0]))
+    checks.check_fits(*trees.flatten(b.grads), *trees.flatten(a.grads), (names[1], names[0]))
     check_squares(a, squares)
     check_squares(b, squares)
-    return add(a, b)
+    return trees.add(a, b)
 
 
 def read_state(state: Any) -> AccumState:
     """The state itself, or an error that says what a state is."""
     cause = "With has_aux=True, update returns a pair, (state, aux)."
-    return check_state(state, AccumState, "an accumulator", "the state", cause)
+    return checks.check_state(state, AccumState, "an accumulator", "the state", cause)
 
 
 def check_squares(state: AccumState, squares: bool) -> None:
@@ -137,7 +133,7 @@ def check_squares(state: AccumState, squares: bool) -> None:
         )
 
 
-def empty(grads: Tree, device: torch.device, squares: int | None = None) -> AccumState:
+def empty(grads: trees.Tree, device: torch.device, squares: int | None = None) -> AccumState:
     """A state of these sums with nothing else counted yet, and squares for so many leaves."""
 
     def zero(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -155,7 +151,9 @@ def empty(grads: Tree, device: torch.device, squares: int | None = None) -> Accu
     )
 
 
-def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
+def counted(
+    state: AccumState, seen: Sequence[Microbatch], rule: seams.Rule, grads: trees.Tree
+) -> AccumState:
     """The state with some more microbatches; ``grads`` are the sums with their gradients."""
     more: Any = amounts_of(seen, rule, ())
     return AccumState(  # not _replace, from which torch 2.11's compiler returns broken tuples
@@ -170,7 +168,7 @@ def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule, grads: Tr
     )
 
 
-def amounts_of(seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
+def amounts_of(seen: Sequence[Microbatch], rule: seams.Rule, grads: trees.Tree) -> AccumState:
     """What some microbatches came to; ``grads`` are the sums of their gradients.
 
     Its amounts are numbers of Python where the host knows them: see ``in_tensors``.
@@ -197,21 +195,21 @@ def in_tensors(amounts: AccumState, device: torch.device, squares: bool) -> Accu
         scatter = torch.zeros(len(amounts.grads) + 1, dtype=torch.float64, device=device)
     return amounts._replace(
         squares=scatter,
-        total=scalar(amounts.total, torch.float64, device),
-        weight=scalar(amounts.weight, torch.float64, device),
-        microbatches=scalar(amounts.microbatches, torch.int64, device),
-        skipped=scalar(amounts.skipped, torch.int64, device),
-        nonfinite=scalar(amounts.nonfinite, torch.int64, device),
-        weighted=scalar(amounts.weighted, torch.int64, device),
+        total=trees.scalar(amounts.total, torch.float64, device),
+        weight=trees.scalar(amounts.weight, torch.float64, device),
+        microbatches=trees.scalar(amounts.microbatches, torch.int64, device),
+        skipped=trees.scalar(amounts.skipped, torch.int64, device),
+        nonfinite=trees.scalar(amounts.nonfinite, torch.int64, device),
+        weighted=trees.scalar(amounts.weighted, torch.int64, device),
     )
 
 
-def settle(seen: Sequence[Microbatch], rule: Rule) -> tuple[Any, Any, Any]:
+def settle(seen: Sequence[Microbatch], rule: seams.Rule) -> tuple[Any, Any, Any]:
     """Total, weight and the number of microbatches that are not finite, in float64 and int64.
 
     They are Python's numbers where the host has them, and else tensors.
     """
-    if seen and not at_top_level():
+    if seen and not modes.at_top_level():
         return _settled_in_tensors(seen, rule)
     total = weight = 0.0
     good, has_weight = 0, rule.reduction == "mean"
@@ -227,7 +225,7 @@ def settle(seen: Sequence[Microbatch], rule: Rule) -> tuple[Any, Any, Any]:
     return total, weight, len(seen) - good
 
 
-def _settled_in_tensors(seen: Sequence[Microbatch], rule: Rule) -> tuple[Any, Any, Any]:
+def _settled_in_tensors(seen: Sequence[Microbatch], rule: seams.Rule) -> tuple[Any, Any, Any]:
     totals = _totals(seen)
     total = totals.sum()
     # The weights to divide by: a plain sum has none.
@@ -247,8 +245,8 @@ def _totals(seen: Sequence[Microbatch]) -> Tensor:
     them were compared.
     """
     values = [x.value for x in seen]
-    if any_sharded(values):
-        values = with_all_terms(values)  # one reduction for all of them
+    if dtensors.any_sharded(values):
+        values = dtensors.with_all_terms(values)  # one reduction for all of them
     pairs = [(x.times, value) for x, value in zip(seen, values, strict=True)]
     if torch.compiler.is_dynamo_compiling():
         alike = ((times, [(times, value)]) for times, value in pairs)

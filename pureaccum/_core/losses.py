@@ -14,11 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.containers import open_tree
-from .._base.dtensors import any_sharded, is_sharded, local, replicated, with_all_terms
-from .._base.refusals import add_once
-from .._base.torch_internals.functorch import innermost
-from .._base.trees import NAMESPACE, Tree, flatten, select, tree_leaves, unflatten
+from .._base import containers, dtensors, refusals, trees
+from .._base.torch_internals import functorch
 
 
 Reduction = Literal["mean", "sum"]
@@ -118,9 +115,9 @@ def read(out: Any, has_aux: bool = False, several: bool = False) -> tuple[Read, 
         total = total.float()  # 65536, a common loss scale, is inf in fp16
     if not has_aux:
         return Read(total, weight, []), Shape(dtype, weighted, None, [])
-    leaves, spec = flatten(aux)
+    leaves, spec = trees.flatten(aux)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):  # a model's outputs, say
-        leaves, spec = open_tree(aux, "aux")  # a dataclass or a mapping
+        leaves, spec = containers.open_tree(aux, "aux")  # a dataclass or a mapping
     tensors, static = tensors_apart(leaves)
     return Read(total, weight, tensors), Shape(dtype, weighted, spec, static)
 
@@ -139,10 +136,10 @@ def read_again(total: Tensor, rest: list[Tensor], shape: Shape) -> Read:
 def known_to_all_ranks(seen: Read) -> Read:
     """A loss whose total and weight all ranks know: what is pulled and kept depends on them."""
     total, weight, aux = seen
-    if isinstance(weight, tuple) or not any_sharded([total, weight]):
+    if isinstance(weight, tuple) or not dtensors.any_sharded([total, weight]):
         return seen
-    known, value = with_all_terms([weight, total])
-    return Read(replicated(value, total), sane(known), aux)
+    known, value = dtensors.with_all_terms([weight, total])
+    return Read(dtensors.replicated(value, total), sane(known), aux)
 
 
 def is_pair(out: Any) -> bool:
@@ -152,7 +149,7 @@ def is_pair(out: Any) -> bool:
 
 def join_aux(tensors: list[Tensor], shape: Shape) -> Any:
     """The aux tree made again of its tensors, as they came out of a transform."""
-    return () if shape.aux is None else unflatten(shape.aux, filled(shape.static, tensors))
+    return () if shape.aux is None else trees.unflatten(shape.aux, filled(shape.static, tensors))
 
 
 def tensors_apart(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
@@ -173,7 +170,8 @@ def counts(total: Tensor, weight: Tensor) -> Tensor:
     A total without a weight is the numerator of a ratio whose denominator is elsewhere in the
     batch. A total that is zero or not finite comes from a microbatch that is masked throughout.
     """
-    total = local(total.detach())  # all ranks know that of a DTensor: see known_to_all_ranks
+    # all ranks know that of a DTensor: see known_to_all_ranks
+    total = dtensors.local(total.detach())
     return (weight != 0) | ((total != 0) & ((total - total) == 0))
 
 
@@ -182,13 +180,13 @@ def divisor(weight: Any, plain: Any = False) -> Any:
 
     Where nothing had any weight it is inf, which makes gradients zero.
     """
-    by = select(weight == 0, torch.inf, weight)
-    return by if plain is False else select(plain, 1.0, by)
+    by = trees.select(weight == 0, torch.inf, weight)
+    return by if plain is False else trees.select(plain, 1.0, by)
 
 
 def mean_value(total: Any, by: Any) -> Any:
     """A total divided by what ``divisor`` says: NaN where there was no weight."""
-    return select(by == torch.inf, torch.nan, total / by)
+    return trees.select(by == torch.inf, torch.nan, total / by)
 
 
 def mean_of(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
@@ -227,13 +225,13 @@ def is_weighted(x: Any) -> bool:
     return isinstance(x, Weighted)
 
 
-def settled(aux: Tree) -> Tree:
+def settled(aux: trees.Tree) -> trees.Tree:
     """The aux of a batch in one piece, with the mean in place of each ``Weighted``."""
 
     def mean(x: Any) -> Any:
         return mean_of(*terms_of(x, lambda: "aux")).to(dtype_of_mean(x)) if is_weighted(x) else x
 
-    return optree.tree_map(mean, aux, is_leaf=is_weighted, namespace=NAMESPACE)
+    return optree.tree_map(mean, aux, is_leaf=is_weighted, namespace=trees.NAMESPACE)
 
 
 def advising(func: Callable[..., Any], *batches: int | str, wrt: tuple[int, ...] = (0,)) -> Any:
@@ -259,27 +257,27 @@ def advise_on_arguments(
     whole = [(i, x) for i, x in enumerate(args) if own.isdisjoint((i, i - len(args)))]
     for i, x in (*whole, *((i, x) for i, x in kwargs.items() if i not in own)):
         if rows and (more := _rows_said(error, x) - rows):
-            add_once(
+            refusals.add_once(
                 error,
                 f"argument {i!r} has {max(more)} rows, which go to each microbatch whole. For rows "
                 "of the batch set batch_argnums; of a step, put them into it.",
             )
     if NO_GRAPH in str(error):
-        add_once(
+        refusals.add_once(
             error,
             "nothing is recorded of what this function is given. Take a gradient in it by "
             "torch.func.grad, or call it in a loss with engine='autograd'.",
         )
     if isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
-        add_once(error, "functional(module).apply returns a pair: out, new_buffers.")
+        refusals.add_once(error, "functional(module).apply returns a pair: out, new_buffers.")
 
 
 NO_GRAPH = "does not require grad"  # in what torch says of a tensor that is differentiated
 
 
-def _rows_said(error: Exception, tree: Tree) -> set[int]:
+def _rows_said(error: Exception, tree: trees.Tree) -> set[int]:
     """The rows of tensors, where an error says how many."""
-    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dim()]
+    tensors = [x for x in trees.tree_leaves(tree) if isinstance(x, Tensor) and x.dim()]
     return {len(x) for x in tensors} & {int(n) for n in re.findall(r"\d+", str(error))}
 
 
@@ -331,7 +329,7 @@ def _weight(weight: Any, total: Tensor) -> Tensor:
             "the mask, say, and not the mask itself."
         )
     weight = weight.to(total.device, torch.float64)
-    return weight if is_sharded(innermost(weight)) else sane(weight)
+    return weight if dtensors.is_sharded(functorch.innermost(weight)) else sane(weight)
 
 
 def sane(weight: Tensor) -> Tensor:

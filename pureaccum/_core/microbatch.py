@@ -16,52 +16,40 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._base.checks import check_argnums, check_choice, here, positions
-from .._base.random_state import generators, restore
-from .._base.sharded_rows import NOWHERE
-from .._base.torch_internals.autograd import in_backward, sequence_number
-from .._base.torch_internals.functorch import (
-    differentiating,
-    forward_ad_active,
-    functionalizing,
-    graphs_tell,
-    innermost,
-    transform_depth,
-    transform_level,
-    wants_gradient,
+from .._base import checks, random_state, sharded_rows, trees
+from .._base.torch_internals import autograd, functorch, modes
+from . import (
+    attachment,
+    auto_size,
+    batches,
+    exchange,
+    gathered,
+    losses,
+    recomputation,
+    reductions,
+    rule,
+    writes,
 )
-from .._base.torch_internals.modes import at_top_level, transform_active
-from .._base.trees import Tree, continuous, flatten
 from .arguments import Arguments, with_rows_on_host
-from .attachment import attach
-from .auto_size import by_memory, is_auto
-from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
-from .exchange import inside_of, onlooker
-from .gathered import OWN, WHOLE, Cut, Rows
-from .losses import NO_GRAPH, advising
 from .outputs import Outputs, Whole
-from .recomputation import Again
-from .reductions import check_reduce
-from .rule import Form, Outs, Pieces, Tensors, run
 from .watch import Finding, UnseenError, exchanged, note_made
-from .writes import Given, Known, guarding, known_of
 
 
 MicrobatchSize = int | Sequence[int] | str
 Keep = Literal["device", "host"]
-Piece = Callable[..., Outs]
+Piece = Callable[..., rule.Outs]
 
 
 def microbatch(
-    func: Callable[..., Tree],
+    func: Callable[..., trees.Tree],
     *,
     microbatch_size: MicrobatchSize,
     batch_argnums: int | tuple[int, ...] = 1,
     batch_argnames: str | Sequence[str] = (),
-    reduce: Tree = "concat",
+    reduce: trees.Tree = "concat",
     dim: int = 0,
     keep: Keep = "device",
-) -> Callable[..., Tree]:
+) -> Callable[..., trees.Tree]:
     """Make a function take its batch one microbatch after the other, and so all its derivatives.
 
     The rule::
@@ -114,35 +102,38 @@ def microbatch(
     """
     if not callable(func):
         raise TypeError(f"func is {func!r}; expected a function.")
-    at = check_argnums(batch_argnums, "batch_argnums")
+    at = checks.check_argnums(batch_argnums, "batch_argnums")
     names = (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames)
-    check_reduce(reduce)
-    check_choice(keep, get_args(Keep), "keep")
-    known = known_of(func)
-    if is_auto(microbatch_size):
+    reductions.check_reduce(reduce)
+    checks.check_choice(keep, get_args(Keep), "keep")
+    known = writes.known_of(func)
+    if auto_size.is_auto(microbatch_size):
         given = partial(microbatch, func, batch_argnums=at, batch_argnames=names)
 
-        def of_size(size: int, /, *args: Any, **kwargs: Any) -> Tree:
+        def of_size(size: int, /, *args: Any, **kwargs: Any) -> trees.Tree:
             return given(microbatch_size=size, reduce=reduce, dim=dim, keep=keep)(*args, **kwargs)
 
-        def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
+        def look(*args: Any, **kwargs: Any) -> tuple[trees.Tree, trees.Tree]:
             return _batch_of(args, kwargs, at, names), [args, kwargs]
 
-        return wraps(func)(by_memory(of_size, look, root="args").run)
-    size, told = check_sizes(microbatch_size), advising(func, *at, *names)
+        return wraps(func)(auto_size.by_memory(of_size, look, root="args").run)
+    size, told = batches.check_sizes(microbatch_size), losses.advising(func, *at, *names)
 
     @wraps(func)
-    def microbatched(*args: Any, **kwargs: Any) -> Tree:
+    def microbatched(*args: Any, **kwargs: Any) -> trees.Tree:
         batch = _batch_of(args, kwargs, at, names)
-        rows = rows_to_cut(read_batch(batch, "args", dim), "args", one_by_one=True)
-        sizes = sizes_of_batch(rows, size) or [0]
+        rows = batches.rows_to_cut(batches.read_batch(batch, "args", dim), "args", one_by_one=True)
+        sizes = batches.sizes_of_batch(rows, size) or [0]
         arguments = Arguments.of(args, kwargs, batch, dim)
         device = None
         if keep == "host":
             arguments, device = with_rows_on_host(arguments)
-        over = next((cut.over for cut in arguments.cuts if isinstance(cut, Rows)), NOWHERE)
+        over = next(
+            (cut.over for cut in arguments.cuts if isinstance(cut, gathered.Rows)),
+            sharded_rows.NOWHERE,
+        )
         outputs = Outputs(reduce, sizes, dim, device, over)
-        with cutting(len(sizes), sized=True):
+        with batches.cutting(len(sizes), sized=True):
             return call_microbatched(told, arguments, outputs, known)
 
     return microbatched
@@ -150,24 +141,24 @@ def microbatch(
 
 def _batch_of(
     args: tuple[Any, ...], kwargs: dict[str, Any], at: tuple[int, ...], names: tuple[str, ...]
-) -> dict[Any, Tree]:
+) -> dict[Any, trees.Tree]:
     for name in names:
         if name not in kwargs:
             raise ValueError(
                 f"batch_argnames names {name!r}, but the function got no such argument by name; "
                 "what is passed by position goes into batch_argnums."
             )
-    at = positions(at, len(args), "batch_argnums", missing=bool(names))
+    at = checks.positions(at, len(args), "batch_argnums", missing=bool(names))
     return {**{i: args[i] for i in at}, **{name: kwargs[name] for name in names}}
 
 
 def call_microbatched(
-    func: Callable[..., Tree],
+    func: Callable[..., trees.Tree],
     arguments: Arguments,
     outputs: Outputs | Whole,
-    known: Known,
+    known: writes.Known,
     guards: bool = True,
-) -> Tree:
+) -> trees.Tree:
     """A microbatched function of some arguments.
 
     It runs in one of four ways: compiled; plainly, where nothing is differentiated; recorded as it
@@ -178,12 +169,18 @@ def call_microbatched(
     if torch.compiler.is_dynamo_compiling():
         return _compiled(call, arguments.tensors, guards)
     tensors = exchanged(arguments.tensors)
-    with guarding(known if guards else None, Given("args", *flatten(tensors))) as guarded:
+    with writes.guarding(
+        known if guards else None, writes.Given("args", *trees.flatten(tensors))
+    ) as guarded:
         piece = guarded(call.piece, call.bare)
-        if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
+        if not (
+            modes.transform_active() or torch.is_grad_enabled() or functorch.forward_ad_active()
+        ):
             return outputs.finish(call.loop(piece, tensors), ())
-        mapped = transform_active() and not differentiating()
-        if functionalizing() or (mapped and not any(innermost(x).requires_grad for x in tensors)):
+        mapped = modes.transform_active() and not functorch.differentiating()
+        if functorch.functionalizing() or (
+            mapped and not any(functorch.innermost(x).requires_grad for x in tensors)
+        ):
             return outputs.finish(call.loop(piece, tensors, recorded=True), tensors)
         outs, operands = _rerunnable(call, piece, tensors, known)
     return outputs.finish(outs, operands)
@@ -192,16 +189,18 @@ def call_microbatched(
 class _Call:
     """A call of a microbatched function. The rule keeps it, so it holds none of the tensors."""
 
-    def __init__(self, func: Callable[..., Tree], arguments: Arguments, outputs: Any) -> None:
+    def __init__(self, func: Callable[..., trees.Tree], arguments: Arguments, outputs: Any) -> None:
         _, self.cuts, self.filled = arguments
         self.func, self.outputs = func, outputs
 
-    def bare(self, _p: int, operands: Tensors, *_: Any) -> Tree:
+    def bare(self, _p: int, operands: rule.Tensors, *_: Any) -> trees.Tree:
         """What the function returns for a piece."""
         args, kwargs = self.filled(operands)
         return self.func(*args, **kwargs)
 
-    def piece(self, p: int, operands: Tensors, around: Any = None, repeated: bool = False) -> Outs:
+    def piece(
+        self, p: int, operands: rule.Tensors, around: Any = None, repeated: bool = False
+    ) -> rule.Outs:
         """The outputs for a piece."""
         args, kwargs = self.filled(operands)
         if around is None:
@@ -209,19 +208,19 @@ class _Call:
         with around:
             return self.outputs.take(p, self.func(*args, **kwargs), repeated)
 
-    def loop(self, piece: Piece, tensors: Tensors, recorded: bool = False) -> list[Tensor]:
+    def loop(self, piece: Piece, tensors: rule.Tensors, recorded: bool = False) -> list[Tensor]:
         """The outputs for all pieces, whose form is known once the first has been run."""
 
-        def learned() -> Form:
+        def learned() -> rule.Form:
             return self.outputs.form._replace(operands=cuts)
 
         cuts = tuple(self.cuts)
-        pieces = Pieces(piece, Form(cuts, (), ()), self.outputs.sizes, learned)
-        return run(pieces, tensors, recorded=recorded)
+        pieces = rule.Pieces(piece, rule.Form(cuts, (), ()), self.outputs.sizes, learned)
+        return rule.run(pieces, tensors, recorded=recorded)
 
 
-def _compiled(call: _Call, tensors: Tensors, guards: bool) -> Tree:
-    if guards and not transform_depth() and any(x.requires_grad for x in tensors):
+def _compiled(call: _Call, tensors: rule.Tensors, guards: bool) -> trees.Tree:
+    if guards and not functorch.transform_depth() and any(x.requires_grad for x in tensors):
         call.func = partial(checkpoint, call.func, use_reentrant=False)  # it keeps no more
     return call.outputs.finish(call.loop(call.piece, tensors, recorded=True), ())
 
@@ -232,27 +231,30 @@ def _compiled(call: _Call, tensors: Tensors, guards: bool) -> Tree:
 Followed = tuple[list[Tensor], list[Tensor]]  # outputs, and what they are functions of
 
 
-def _rerunnable(call: _Call, piece: Piece, tensors: list[Tensor], known: Known) -> Followed:
+def _rerunnable(call: _Call, piece: Piece, tensors: list[Tensor], known: writes.Known) -> Followed:
     """Outputs whose derivatives are those of the rule, in the first of three ways that goes.
 
     Autograd's graph tells what is captured; else its operations do; else the loop is recorded.
     """
-    before, top_level = generators({x.device for x in tensors}), transform_level() is None
+    before, top_level = (
+        random_state.generators({x.device for x in tensors}),
+        functorch.transform_level() is None,
+    )
 
     def begin() -> None:
-        restore(before)
+        random_state.restore(before)
         call.outputs.begin()
 
     def attempt(way: Callable[..., Followed]) -> Followed:
         try:
-            return way(call, piece, tensors, Again(before, known), False)
+            return way(call, piece, tensors, recomputation.Again(before, known), False)
         except RuntimeError as error:
-            if NO_GRAPH not in str(error) or transform_active():
+            if losses.NO_GRAPH not in str(error) or modes.transform_active():
                 raise
         begin()  # it differentiates what it is given, by torch.autograd.grad
-        return way(call, piece, tensors, Again(before, known), True)
+        return way(call, piece, tensors, recomputation.Again(before, known), True)
 
-    if here.seeks is None and graphs_tell() and top_level not in known.watched:
+    if checks.here.seeks is None and functorch.graphs_tell() and top_level not in known.watched:
         with suppress(UnseenError):
             return attempt(_by_graph)
         known.watched.add(top_level)
@@ -260,16 +262,18 @@ def _rerunnable(call: _Call, piece: Piece, tensors: list[Tensor], known: Known) 
     with suppress(UnseenError):
         return attempt(_by_watch)
     begin()
-    plain = any(x.requires_grad for x in tensors) and not (transform_active() or in_backward())
-    with inside_of(onlooker(plain=True)) if plain else nullcontext():
+    plain = any(x.requires_grad for x in tensors) and not (
+        modes.transform_active() or autograd.in_backward()
+    )
+    with exchange.inside_of(exchange.onlooker(plain=True)) if plain else nullcontext():
         return call.loop(call.piece, tensors, recorded=True), tensors
 
 
 def _by_graph(
-    call: _Call, piece: Piece, tensors: list[Tensor], then: Again, records: bool
+    call: _Call, piece: Piece, tensors: list[Tensor], then: recomputation.Again, records: bool
 ) -> Followed:
-    def first(p: int, operands: Tensors) -> Outs:
-        begun = sequence_number()
+    def first(p: int, operands: rule.Tensors) -> rule.Outs:
+        begun = autograd.sequence_number()
         outs, keeps = piece(p, operands)
         if call.outputs.followed:  # by a reducer, whose states no rule differentiates
             raise UnseenError
@@ -279,17 +283,17 @@ def _by_graph(
     outs = call.loop(first, _constants(tensors, records))
     then.end()
     operands = [*tensors, *then.captured]
-    if any(map(wants_gradient, operands)):
+    if any(map(functorch.wants_gradient, operands)):
         then.hold(call.func, watched=False)
-    return _attached(call, then, outs, operands, OWN), operands
+    return _attached(call, then, outs, operands, gathered.OWN), operands
 
 
 def _by_watch(
-    call: _Call, piece: Piece, tensors: list[Tensor], then: Again, records: bool
+    call: _Call, piece: Piece, tensors: list[Tensor], then: recomputation.Again, records: bool
 ) -> Followed:
     watch = Finding(records)
 
-    def first(p: int, operands: Tensors) -> Outs:
+    def first(p: int, operands: rule.Tensors) -> rule.Outs:
         outs, keeps = piece(p, operands, then.finding(operands, watch))
         return [x.detach() for x in outs] if records else outs, keeps
 
@@ -297,10 +301,10 @@ def _by_watch(
     then.end()
     then.hold(call.func, watched=True)
     operands = [*tensors, *then.captured]
-    return _attached(call, then, outs, operands, WHOLE), operands
+    return _attached(call, then, outs, operands, gathered.WHOLE), operands
 
 
-def _constants(tensors: Tensors, records: bool) -> list[Tensor]:
+def _constants(tensors: rule.Tensors, records: bool) -> list[Tensor]:
     """Tensors that nothing follows, of which a function may record what it does."""
     own = [x.detach() for x in tensors]
     if records:
@@ -309,27 +313,31 @@ def _constants(tensors: Tensors, records: bool) -> list[Tensor]:
 
 
 def _attached(
-    call: _Call, then: Again, outs: list[Tensor], operands: Tensors, captured: Cut
+    call: _Call,
+    then: recomputation.Again,
+    outs: list[Tensor],
+    operands: rule.Tensors,
+    captured: gathered.Cut,
 ) -> list[Tensor]:
     """Outputs that were computed, made a function of the arguments and of what is captured."""
-    found = [i for i, x in enumerate(outs) if continuous(x)]
+    found = [i for i, x in enumerate(outs) if trees.continuous(x)]
     if not found:
         return outs
     form, count = call.outputs.form, len(call.cuts)
 
-    def rerun(p: int, operands: Tensors) -> Outs:
-        given, instead, begun = operands[:count], operands[count:], sequence_number()
+    def rerun(p: int, operands: rule.Tensors) -> rule.Outs:
+        given, instead, begun = operands[:count], operands[count:], autograd.sequence_number()
         outs, keeps = call.piece(p, given, then.as_then(p, instead), repeated=True)
-        if captured == OWN and at_top_level() and then.are_own(instead):
+        if captured == gathered.OWN and modes.at_top_level() and then.are_own(instead):
             then.check_reached(p, outs, given, begun)
         return [outs[i] for i in found], keeps
 
-    form = Form(
+    form = rule.Form(
         operands=(*call.cuts, *(captured for _ in operands[count:])),
         outs=tuple(form.outs[i] for i in found),
         groups=tuple(form.groups[i] for i in found),
     )
-    pieces = Pieces(rerun, form, call.outputs.sizes)
-    note_made(attached := attach(pieces, operands, [outs[i] for i in found]))
+    pieces = rule.Pieces(rerun, form, call.outputs.sizes)
+    note_made(attached := attachment.attach(pieces, operands, [outs[i] for i in found]))
     rest = iter(attached)
-    return [next(rest) if continuous(x) else x for x in outs]
+    return [next(rest) if trees.continuous(x) else x for x in outs]

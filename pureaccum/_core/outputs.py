@@ -18,41 +18,32 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base.sharded_rows import NOWHERE, Over
-from .._base.torch_internals.functorch import (
-    followed,
-    forward_ad_active,
-    transform_level,
-    wants_gradient,
-)
-from .._base.torch_internals.operations import compares_layouts
-from .._base.trees import Tree, continuous, flatten, sum_dtype, tree_leaves, tree_map, unflatten
-from .gathered import Cut, Rows
-from .losses import Weighted, counts, divisor, filled, mean_value, tensors_apart, terms_of
-from .reductions import Look, Reducer, WordParts, dtype_of_number, is_reducer, with_dtype_of
-from .rule import Form, Outs
+from .._base import sharded_rows, trees
+from .._base.torch_internals import functorch, operations
+from .._base.torch_internals.functorch import followed
+from . import gathered, losses, reductions, rule
 
 
 # A tensor that is summed or laid end to end, and which of the pieces' ``keeps`` says whether it
 # counts, from 1; 0: it does.
-Taken = tuple[Tensor, Cut, int]
+Taken = tuple[Tensor, gathered.Cut, int]
 
 
-_LEAF = flatten(0)[1]
+_LEAF = trees.flatten(0)[1]
 
 
 class Alike(NamedTuple):
     """What is decided once for microbatches of tensors: their structure, and a word for each."""
 
     spec: optree.PyTreeSpec
-    looks: list[Look]
+    looks: list[reductions.Look]
     words: list[str]
 
 
 class Counted(NamedTuple):
     """The output of a piece, which counts only if ``keep`` is true, or always if that is None."""
 
-    tree: Tree
+    tree: trees.Tree
     keep: Tensor | None
 
 
@@ -60,26 +51,26 @@ class Whole:
     """The output of a single piece, as it is."""
 
     sizes: Sequence[int] = (1,)
-    form: Form | None = None
+    form: rule.Form | None = None
     followed: Sequence[Tensor] = ()
 
     def begin(self) -> None:
         """Forget what was taken."""
 
-    def take(self, _p: int, out: Tree, repeated: bool = False) -> Outs:
+    def take(self, _p: int, out: trees.Tree, repeated: bool = False) -> rule.Outs:
         """The tensors of the output."""
         keep = out.keep if isinstance(out, Counted) else None
-        leaves, spec = flatten(out.tree if isinstance(out, Counted) else out)
-        tensors, static = tensors_apart(leaves)
+        leaves, spec = trees.flatten(out.tree if isinstance(out, Counted) else out)
+        tensors, static = losses.tensors_apart(leaves)
         if not repeated:
             self.spec, self.static = spec, static
             groups = (0 if keep is None else 1,) * len(tensors)
-            self.form = Form((), ("whole",) * len(tensors), groups)
+            self.form = rule.Form((), ("whole",) * len(tensors), groups)
         return tensors, () if keep is None else (keep,)
 
-    def finish(self, outs: Sequence[Tensor], _operands: Sequence[Tensor]) -> Tree:
+    def finish(self, outs: Sequence[Tensor], _operands: Sequence[Tensor]) -> trees.Tree:
         """The output again, of its tensors."""
-        return unflatten(self.spec, filled(self.static, outs))
+        return trees.unflatten(self.spec, losses.filled(self.static, outs))
 
 
 class Outputs:
@@ -87,65 +78,65 @@ class Outputs:
 
     def __init__(
         self,
-        reduce: Tree,
+        reduce: trees.Tree,
         sizes: Sequence[int],
         dim: int,
         host: torch.device | None = None,
-        over: Over = NOWHERE,
+        over: sharded_rows.Over = sharded_rows.NOWHERE,
     ) -> None:
         self.sizes, self.dim, self.reduce, self.host, self.over = sizes, dim, reduce, host, over
         self.begin()
 
     def begin(self) -> None:
         """Forget what was taken."""
-        self.form: Form | None = None
+        self.form: rule.Form | None = None
         self.alike: Alike | None = None
-        self.parts = WordParts(self.reduce, "reduce", "out", "what func returned")
+        self.parts = reductions.WordParts(self.reduce, "reduce", "out", "what func returned")
         self.states: dict[int, Any] = {}  # of the users' reducers
         self.followed: list[Tensor] = []  # what they were given that transforms differentiate
 
-    def take(self, p: int, out: Tree, repeated: bool = False) -> Outs:
+    def take(self, p: int, out: trees.Tree, repeated: bool = False) -> rule.Outs:
         """The tensors of one microbatch, and whether they count."""
         if self.alike is not None and self.sizes[p] == self.sizes[0]:
-            leaves, spec = ([out], _LEAF) if type(out) is Tensor else flatten(out)
+            leaves, spec = ([out], _LEAF) if type(out) is Tensor else trees.flatten(out)
             if spec == self.alike.spec and all(map(_looks_like, leaves, self.alike.looks)):
                 pairs = zip(leaves, self.alike.words, strict=True)
                 return [x if word == "concat" else self.cut(p, x, word)[0] for x, word in pairs], ()
         taken: list[Taken] = []
         keeps: list[Tensor] = []
         for n, part in enumerate(self.parts.of(out, f" for microbatch {p}")):
-            if not is_reducer(part.word):
+            if not reductions.is_reducer(part.word):
                 for i, x in enumerate(part.leaves):
                     taken += self.take_leaf(p, n, i, x, keeps, repeated)
             elif not repeated:
                 self.reduce_part(p, n, part.word, part.leaves[0])
         outs, cuts, groups = zip(*taken, strict=True) if taken else ((), (), ())
         if not repeated and p == 0:
-            self.form = Form((), cuts, groups)
+            self.form = rule.Form((), cuts, groups)
             self.alike = self.alike_of(out)
         return [*outs], tuple(keeps)
 
-    def alike_of(self, out: Tree) -> "Alike | None":
+    def alike_of(self, out: trees.Tree) -> "Alike | None":
         """The plan of microbatches that look like the first, if they are tensors and no more."""
         if torch.compiler.is_dynamo_compiling():
             return None
         looks = [look for part in self.parts.looks for look in part.leaves]
         words = [part.word for part in self.parts.looks for _ in part.leaves]
-        plain = all(isinstance(look, Look) for look in looks) and "last" not in words
-        return Alike(flatten(out)[1], looks, words) if plain else None
+        plain = all(isinstance(look, reductions.Look) for look in looks) and "last" not in words
+        return Alike(trees.flatten(out)[1], looks, words) if plain else None
 
     def take_leaf(
         self, p: int, n: int, i: int, x: Any, keeps: list[Tensor], repeated: bool
     ) -> list[Taken]:
         """What is taken of leaf ``i`` below word ``n`` of one microbatch."""
         word, like = self.parts.looks[n].word, self.parts.looks[n].leaves[i]
-        if isinstance(x, Weighted):
-            total, weight = terms_of(x, partial(self.parts.name_of, n, i))
-            keeps.append(counts(total, weight))
+        if isinstance(x, losses.Weighted):
+            total, weight = losses.terms_of(x, partial(self.parts.name_of, n, i))
+            keeps.append(losses.counts(total, weight))
             total = torch.where(keeps[-1], total, 0.0).double()
             return [(total, "whole", len(keeps)), (weight, "whole", 0)]
         if _is_number(x, word):
-            x = torch.tensor(x, dtype=dtype_of_number(x))
+            x = torch.tensor(x, dtype=reductions.dtype_of_number(x))
         if isinstance(x, Tensor):
             self.parts.check(x, n, i, self.sizes[p], self.dim)
             if word == "last" and repeated and p + 1 < len(self.sizes):
@@ -158,66 +149,72 @@ class Outputs:
             )
         return []
 
-    def cut(self, p: int, x: Tensor, word: str) -> tuple[Tensor, Cut]:
+    def cut(self, p: int, x: Tensor, word: str) -> tuple[Tensor, gathered.Cut]:
         """What is summed or laid end to end of a leaf, and which of these."""
         if word == "concat":
-            return x, Rows(self.dim % x.dim(), host=self.host, over=self.over)
+            return x, gathered.Rows(self.dim % x.dim(), host=self.host, over=self.over)
         if word in ("stack", "max", "min"):
-            return x.unsqueeze(0), Rows(0, each=True)
+            return x.unsqueeze(0), gathered.Rows(0, each=True)
         if word == "last":
             return x, "last"
         if word == "mean" and len(self.sizes) > 1:  # that of one microbatch stays, to the bit
-            return x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p], "whole"
-        return x if continuous(x) else x.to(torch.int64), "whole"
+            return x.to(trees.sum_dtype(x) if trees.continuous(x) else torch.float64) * self.sizes[
+                p
+            ], "whole"
+        return x if trees.continuous(x) else x.to(torch.int64), "whole"
 
-    def reduce_part(self, p: int, n: int, reducer: Reducer, part: Tree) -> None:
+    def reduce_part(self, p: int, n: int, reducer: reductions.Reducer, part: trees.Tree) -> None:
         """Add what one microbatch gives to the state of a user's reducer."""
-        part = tree_map(torch.as_tensor, part)
+        part = trees.tree_map(torch.as_tensor, part)
         if not torch.compiler.is_dynamo_compiling():  # which differentiates the loop as it stands
-            self.followed += filter(_is_differentiated, tree_leaves(part))
-            part = tree_map(torch.detach, part)
+            self.followed += filter(_is_differentiated, trees.tree_leaves(part))
+            part = trees.tree_map(torch.detach, part)
         before = self.states[n] if p else reducer.init(part)
         weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
-        self.states[n] = reducer.update(before, tree_map(lambda x: x.unsqueeze(0), part), weight)
+        self.states[n] = reducer.update(
+            before, trees.tree_map(lambda x: x.unsqueeze(0), part), weight
+        )
 
     # At the end -----------------------------------------------------------------------------
 
-    def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> Tree:
+    def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> trees.Tree:
         """The outputs for the whole batch, as functions of ``operands``."""
         results: list[Any] = []
         rest = iter(outs)
         for n, (word, looks, spec) in enumerate(self.parts.looks):
-            if is_reducer(word):
+            if reductions.is_reducer(word):
                 by = [*operands, *self.followed]
                 result = word.finalize(self.states[n])
-                results.append(tree_map(lambda x, by=by: _without_gradient(x, by), result))
+                results.append(trees.tree_map(lambda x, by=by: _without_gradient(x, by), result))
             else:
-                results.append(unflatten(spec, [self.finish_leaf(word, x, rest) for x in looks]))
+                results.append(
+                    trees.unflatten(spec, [self.finish_leaf(word, x, rest) for x in looks])
+                )
         return self.parts.replaced(results)
 
     def finish_leaf(self, word: str, like: Any, rest: Iterator[Tensor]) -> Any:
         """One leaf for the whole batch."""
-        if isinstance(like, Weighted):
+        if isinstance(like, losses.Weighted):
             total, weight = next(rest), next(rest)
-            return mean_value(total, divisor(weight)).to(like.total)
-        if not isinstance(like, Look) and not _is_number(like, word):
+            return losses.mean_value(total, losses.divisor(weight)).to(like.total)
+        if not isinstance(like, reductions.Look) and not _is_number(like, word):
             return like
         x = next(rest)
         if word in ("max", "min"):
             return x.amax(0) if word == "max" else x.amin(0)
         if word == "mean" and len(self.sizes) > 1:
-            return with_dtype_of(like, x / sum(self.sizes))
+            return reductions.with_dtype_of(like, x / sum(self.sizes))
         return x
 
 
-def _looks_like(x: Any, look: Look) -> bool:
+def _looks_like(x: Any, look: reductions.Look) -> bool:
     return isinstance(x, Tensor) and x.shape == look[0] and x.dtype is look[1]
 
 
 def _is_differentiated(x: Tensor) -> bool:
     """Whether a tensor is followed, though what a function is given is not: through a capture."""
-    tangents = forward_ad_active() and followed(x, transform_level() or 0)[0]
-    return tangents or wants_gradient(x)
+    tangents = functorch.forward_ad_active() and followed(x, functorch.transform_level() or 0)[0]
+    return tangents or functorch.wants_gradient(x)
 
 
 def _is_number(x: Any, word: str) -> bool:
@@ -230,7 +227,7 @@ def _is_number(x: Any, word: str) -> bool:
 
 def _without_gradient(x: Any, operands: Sequence[Tensor]) -> Any:
     """A value that has no gradient, and says so where one is used."""
-    if not isinstance(x, Tensor) or not continuous(x) or torch.compiler.is_dynamo_compiling():
+    if not isinstance(x, Tensor) or not trees.continuous(x) or torch.compiler.is_dynamo_compiling():
         return x
     return _Refusing.apply(False, x, *operands)
 
@@ -270,13 +267,15 @@ class _Unreadable(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if compares_layouts(func):  # as forward AD does with every tangent
+        if operations.compares_layouts(func):  # as forward AD does with every tangent
             return True
         if not func.is_view:
             raise RuntimeError(_NO_GRADIENT)
         x, *rest = args
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return tree_map(lambda view: view.as_subclass(cls), func(like, *rest, **(kwargs or {})))
+        return trees.tree_map(
+            lambda view: view.as_subclass(cls), func(like, *rest, **(kwargs or {}))
+        )
 
 
 _NO_GRADIENT = (

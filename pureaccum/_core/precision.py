@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base.deterministic import becomes
-from .._base.torch_internals.autograd import versions
-from .._base.trees import Tree, tree_leaves, tree_map
+from .._base import deterministic, trees
+from .._base.torch_internals import autograd
 
 
 class Policy(NamedTuple):
@@ -53,7 +52,7 @@ class Policy(NamedTuple):
     output: torch.dtype | None = torch.float32
     autocast: torch.dtype | None = None
 
-    def cast_to_param(self, tree: Tree) -> Tree:
+    def cast_to_param(self, tree: trees.Tree) -> trees.Tree:
         """The floating-point tensors of a tree in the dtype of master parameters.
 
         Args:
@@ -61,7 +60,7 @@ class Policy(NamedTuple):
         """
         return _cast(tree, self.param)
 
-    def cast_to_compute(self, tree: Tree) -> Tree:
+    def cast_to_compute(self, tree: trees.Tree) -> trees.Tree:
         """The floating-point tensors of a tree in the dtype of computation.
 
         Args:
@@ -69,7 +68,7 @@ class Policy(NamedTuple):
         """
         return _cast(tree, self.compute)
 
-    def cast_to_output(self, tree: Tree) -> Tree:
+    def cast_to_output(self, tree: trees.Tree) -> trees.Tree:
         """The floating-point tensors of a tree in the dtype of results.
 
         Args:
@@ -105,20 +104,20 @@ def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., A
     check_precision(policy)  # which _replace may have made
 
     @wraps(loss_fn)
-    def loss(params: Tree, *rest: Tree, **named: Any) -> Any:
+    def loss(params: trees.Tree, *rest: trees.Tree, **named: Any) -> Any:
         given = [policy.cast_to_compute(x) for x in (params, *rest)]
         if policy.autocast is None:
             return loss_fn(*given, **named)
-        with torch.autocast(tree_leaves(params)[0].device.type, dtype=policy.autocast):
+        with torch.autocast(trees.tree_leaves(params)[0].device.type, dtype=policy.autocast):
             return loss_fn(*given, **named)
 
     return loss
 
 
-def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
+def _cast(tree: trees.Tree, dtype: torch.dtype | None) -> trees.Tree:
     if dtype is None:
         return tree
-    return tree_map(
+    return trees.tree_map(
         lambda x: cast(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
     )
 
@@ -139,7 +138,7 @@ class InDtype(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype, left_out: Callable[..., bool] | None = None) -> None:
         super().__init__()
-        self.dtype, self.becomes, self.left_out = dtype, becomes(dtype), left_out
+        self.dtype, self.becomes, self.left_out = dtype, deterministic.becomes(dtype), left_out
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,8 +148,8 @@ class InDtype(TorchFunctionMode):
             return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
         if name.startswith("_amp_"):
             return _narrowly(func, args)
-        args = tree_map(self.recast, args)
-        kwargs = {key: tree_map(self.recast, arg) for key, arg in kwargs.items()}
+        args = trees.tree_map(self.recast, args)
+        kwargs = {key: trees.tree_map(self.recast, arg) for key, arg in kwargs.items()}
         if self.left_out is not None and self.left_out(name, args, kwargs):
             return args[0] if args else kwargs["input"]
         if name in _CASTS:
@@ -186,7 +185,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in another dtype, of which ``original`` gives the tensor that was cast."""
     low = x.to(dtype)
     if low is not x and not torch.compiler.is_dynamo_compiling():
-        setattr(low, _ORIGINAL, (x, versions([x, low])))
+        setattr(low, _ORIGINAL, (x, autograd.versions([x, low])))
     return low
 
 
@@ -195,7 +194,7 @@ def original(x: Tensor) -> Tensor:
     if (cast_from := getattr(x, _ORIGINAL, None)) is None:
         return x
     first, then = cast_from
-    return first if then == versions([first, x]) else x
+    return first if then == autograd.versions([first, x]) else x
 
 
 _ORIGINAL = "cast_from"

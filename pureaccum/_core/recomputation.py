@@ -27,16 +27,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .._base.random_state import Drawn, replaying, states, were_drawn_from
+from .._base import random_state
 from .._base.states import Refusing
-from .._base.torch_internals.autograd import leaves_since, tensor_hooks, versions
-from .._base.torch_internals.functorch import transform_level, wants_gradient
-from .._base.torch_internals.modes import modes_around, within
-from .called_modules import HeldTensors, Modules, hold, holding, in_modes, replaced_since
-from .closures import MOST, held_by
+from .._base.torch_internals import autograd, functorch, modes
+from . import called_modules, closures, weights, writes
+from .called_modules import hold
 from .watch import Finding, Found, Giving, References, UnseenError, active
-from .weights import is_large
-from .writes import Known
 
 
 Tensors = Sequence[Tensor]
@@ -45,16 +41,16 @@ Tensors = Sequence[Tensor]
 class Again:
     """What is remembered of a first call, for the next one."""
 
-    def __init__(self, before: list[Drawn], known: Known) -> None:
+    def __init__(self, before: list[random_state.Drawn], known: writes.Known) -> None:
         self.known = known
         self.casts = [_autocast(it.device.type) for it in before]
         self.cached = torch.is_autocast_cache_enabled()
-        self.around = modes_around()
+        self.around = modes.modes_around()
         self.devices = [it.device for it in before]
         self.drawn = [before]  # how generators stand before each piece; none if they never move
         self.used: list[set[int]] = []  # for each piece, which captured tensors
-        self.held: HeldTensors = {}
-        self.modules: Modules = {}
+        self.held: called_modules.HeldTensors = {}
+        self.modules: called_modules.Modules = {}
         self.wraps = False  # whether a transform that may be over by then wraps one of the others
         self.found: list[Found] = []  # what is captured and followed
         self.places: dict[int, int] = {}  # where, by id
@@ -83,16 +79,16 @@ class Again:
 
     def note_piece(self, used: set[int]) -> None:
         """Note which captured tensors a piece has used, and how it leaves the generators."""
-        self.drawn.append(states(self.devices))
+        self.drawn.append(random_state.states(self.devices))
         self.used.append(used)
 
     def note_reached(self, outs: Sequence[Tensor], given: Tensors, begun: int) -> None:
         """Note a piece that was called on constants, when so many operations were recorded."""
         leaves: dict[int, Tensor] = {}
-        if any(map(wants_gradient, outs)):
-            if transform_level() is not None:
+        if any(map(functorch.wants_gradient, outs)):
+            if functorch.transform_level() is not None:
                 raise UnseenError
-            leaves, older = leaves_since(outs, begun, given)
+            leaves, older = autograd.leaves_since(outs, begun, given)
             if older or any(map(_has_way_of_its_own, leaves.values())):
                 raise UnseenError
             self.leaves.update((at, ref(x)) for at, x in leaves.items())
@@ -101,7 +97,7 @@ class Again:
     def end(self) -> None:
         """Note what is captured, once all pieces are noted, and their graphs are gone."""
         # One that is known to draw may have put the generators back by itself.
-        if not (self.known.draws or were_drawn_from(self.drawn[0], self.drawn[-1])):
+        if not (self.known.draws or random_state.were_drawn_from(self.drawn[0], self.drawn[-1])):
             self.drawn = [[]] * len(self.drawn)
         if self.leaves:
             alive = {at: x for at, leaf in self.leaves.items() if (x := leaf()) is not None}
@@ -112,7 +108,9 @@ class Again:
     def hold(self, func: Any, watched: bool) -> None:
         """Note what a function holds, and its modules; and unless it was watched, which tensors."""
         loss = self.known.loss()
-        held = held_by(func if loss is None else loss, MOST * 50 if watched else MOST)
+        held = closures.held_by(
+            func if loss is None else loss, closures.MOST * 50 if watched else closures.MOST
+        )
         if held is None and not watched:
             raise UnseenError
         modules, tensors = held or ([], [])
@@ -135,7 +133,7 @@ class Again:
     def note_versions(self) -> None:
         """Note how often was written to what must be the same in the second call."""
         others = self.there()
-        self.versions = dict(zip(others, versions([*others.values()]), strict=True))
+        self.versions = dict(zip(others, autograd.versions([*others.values()]), strict=True))
 
     def there(self) -> dict[int, Tensor]:
         """The other captured tensors that are still there."""
@@ -146,34 +144,36 @@ class Again:
     def written(self) -> dict[int, Tensor]:
         """The other captured tensors that have been written to since."""
         others = self.there()
-        now = zip(others.items(), versions([*others.values()]), strict=True)
+        now = zip(others.items(), autograd.versions([*others.values()]), strict=True)
         return {at: x for (at, x), version in now if version != self.versions[at]}
 
     def as_then(self, p: int, captured: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Restore what was around a piece, with tensors in place of the captured ones."""
         written = self.written()
         gives = written or self.wraps or not self.are_own(captured)
-        replaced = replaced_since(self.held)
+        replaced = called_modules.replaced_since(self.held)
         restores = gives or replaced or self.drawn[p] or any(map(_is_cast, self.casts))
         in_mode = all(module.training == then for module, then in self.modules.items())
-        if in_mode and not restores and modes_around() == self.around:
+        if in_mode and not restores and modes.modes_around() == self.around:
             return nullcontext()
         giving = Giving(self.places, captured, self.others, written) if gives else None
         return self.restored(p, giving, replaced)
 
     @contextmanager
-    def restored(self, p: int, giving: Giving | None, replaced: HeldTensors) -> Generator[None]:
+    def restored(
+        self, p: int, giving: Giving | None, replaced: called_modules.HeldTensors
+    ) -> Generator[None]:
         """What was around a piece, where some of it is another one now."""
         with ExitStack() as stack:
-            if modes_around() != self.around:
-                stack.enter_context(within(self.around))
+            if modes.modes_around() != self.around:
+                stack.enter_context(modes.within(self.around))
             for kind, on, dtype in filter(_is_cast, self.casts):
                 stack.enter_context(torch.autocast(kind, dtype, on, self.cached))
                 # Within another region, leaving this one would not free its casts.
                 stack.callback(torch.clear_autocast_cache)
-            stack.enter_context(holding(replaced))
-            stack.enter_context(in_modes(self.modules))
-            stack.enter_context(replaying(self.drawn[p]))
+            stack.enter_context(called_modules.holding(replaced))
+            stack.enter_context(called_modules.in_modes(self.modules))
+            stack.enter_context(random_state.replaying(self.drawn[p]))
             if giving is not None:
                 stack.enter_context(active(giving))
             yield
@@ -187,7 +187,7 @@ class Again:
     def check_reached(self, p: int, outs: Tensors, given: Tensors, begun: int) -> None:
         """Raise where a piece, called again, does not lead to what it led to."""
         if self.used[p]:
-            new, older = leaves_since(outs, begun, given)
+            new, older = autograd.leaves_since(outs, begun, given)
             at = {self.places.get(at) for at in new}
             if not self.used[p] <= at or not self.places.keys().isdisjoint(older):
                 self.known.watched.add(True)  # so that the next call is
@@ -204,7 +204,7 @@ NOT_FOUND_AGAIN = (
 
 def _has_way_of_its_own(x: Tensor) -> bool:
     """Whether a leaf's gradients are added in place, or looked at by hooks, once for all pieces."""
-    return is_large(x) or any(tensor_hooks(x)[0])
+    return weights.is_large(x) or any(autograd.tensor_hooks(x)[0])
 
 
 def _is_cast(cast: tuple[str, bool, torch.dtype]) -> bool:

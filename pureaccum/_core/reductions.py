@@ -14,10 +14,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.dtensors import is_sharded, local
-from .._base.sharded_rows import NOWHERE, Over, join_rows
+from .._base import dtensors, sharded_rows
+from .._base.sharded_rows import NOWHERE, Over
 from .._base.trees import NAMESPACE, Tree, paths, sum_dtype, tree_leaves, tree_map, unflatten
-from .losses import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
+from . import losses
 from .weights import Microbatch
 
 
@@ -150,7 +150,7 @@ class WordParts:
         parts: list[WordPart] = []
 
         def take(word: Any, part: Tree) -> None:
-            is_leaf = (lambda _: True) if isinstance(word, Reducer) else is_weighted
+            is_leaf = (lambda _: True) if isinstance(word, Reducer) else losses.is_weighted
             parts.append(WordPart(word, *optree.tree_flatten(part, is_leaf, namespace=NAMESPACE)))
 
         try:
@@ -174,8 +174,8 @@ class WordParts:
 
     def look(self, x: Any) -> Any:
         """What is kept of a leaf: no tensor, and of a ``Weighted`` the dtype of its mean."""
-        if isinstance(x, Weighted):
-            return Weighted(dtype_of_mean(x), 0)  # pyright: ignore
+        if isinstance(x, losses.Weighted):
+            return losses.Weighted(losses.dtype_of_mean(x), 0)  # pyright: ignore
         return Look(tuple(x.shape[self.stacked :]), x.dtype) if isinstance(x, Tensor) else x
 
     def check(self, x: Any, n: int, i: int, rows: int, dim: int = 0) -> None:
@@ -234,7 +234,7 @@ def _map(func: Callable[..., Any], reduce: Tree, *trees: Tree) -> Tree:
 
 
 def _means(part: WordPart) -> list[bool]:
-    return [*map(is_weighted, part.leaves)]
+    return [*map(losses.is_weighted, part.leaves)]
 
 
 def dtype_of_number(x: float) -> torch.dtype:
@@ -285,7 +285,7 @@ def share_of(added: Microbatch) -> Tensor:
     weight = added.weight
     if isinstance(weight, Tensor):
         return weight
-    return torch.full_like(local(added.value), weight, dtype=torch.float64)
+    return torch.full_like(dtensors.local(added.value), weight, dtype=torch.float64)
 
 
 def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
@@ -295,7 +295,11 @@ def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
 
 
 def fold_stack(
-    state: AuxState | None, stack: Stack, rows: int, reduction: Tree, over: Over = NOWHERE
+    state: AuxState | None,
+    stack: Stack,
+    rows: int,
+    reduction: Tree,
+    over: Over = NOWHERE,
 ) -> AuxState:
     """The state with the aux of several more microbatches, each of so many rows."""
     if state is not None:
@@ -331,11 +335,11 @@ def _reduced(state: AuxState, n: int, i: int, leaf: Any, stack: Stack, rows: int
         leaf = tree_map(lambda x: _numbers(x, stack.share), leaf)
         before = word.init(tree_map(lambda x: x[0], leaf)) if before is None else before
         return word.update(before, leaf, stack.share)
-    if isinstance(leaf, Weighted):
+    if isinstance(leaf, losses.Weighted):
         return _terms(before, leaf, stack, partial(parts.name_of, n, i))
     if word == "last" and not isinstance(leaf, Tensor):
         return leaf
-    if word != "concat" and is_sharded(leaf):
+    if word != "concat" and dtensors.is_sharded(leaf):
         leaf = leaf.full_tensor()
     parts.check(leaf, n, i, rows)
     leaf = _numbers(leaf, stack.share)
@@ -347,16 +351,16 @@ def _reduced(state: AuxState, n: int, i: int, leaf: Any, stack: Stack, rows: int
     return more if before is None else fold.merge(before, more)
 
 
-def _terms(state: Any, leaf: Weighted, stack: Stack, name: Callable[[], str]) -> Any:
+def _terms(state: Any, leaf: losses.Weighted, stack: Stack, name: Callable[[], str]) -> Any:
     """The total and the weight of a mean that has a weight of its own, summed."""
     its: Any = leaf
     if not all(isinstance(x, (Tensor, int, float)) for x in its):
-        terms_of(leaf, name)  # says what is the matter
+        losses.terms_of(leaf, name)  # says what is the matter
     totals, weights = state or (0.0, 0.0)
     each = zip(*[_numbers(x, stack.share) for x in leaf], strict=True)
     for i, (total, weight) in enumerate(each):
-        total, weight = terms_of(Weighted(total, weight), name)
-        keep = counts(total, weight)
+        total, weight = losses.terms_of(losses.Weighted(total, weight), name)
+        keep = losses.counts(total, weight)
         if stack.finite is not None:
             keep, weight = keep & stack.finite[i], torch.where(stack.finite[i], weight, 0.0)
         totals = totals + torch.where(keep, total, 0.0).double()
@@ -386,11 +390,11 @@ def _numbers(leaf: Any, like: Tensor) -> Any:
 def _finished(word: Any, state: Any, like: Any, over: Over) -> Any:
     if is_reducer(word):
         return word.finalize(state)
-    if isinstance(like, Weighted):
-        return mean_value(state[0], divisor(state[1])).to(like.total)
+    if isinstance(like, losses.Weighted):
+        return losses.mean_value(state[0], losses.divisor(state[1])).to(like.total)
     if word == "last" and not isinstance(like, Look):
         return state
-    if word == "concat" and len(state) > 1 and over != NOWHERE and is_sharded(state[0]):
-        return join_rows(state, over)
+    if word == "concat" and len(state) > 1 and over != NOWHERE and dtensors.is_sharded(state[0]):
+        return sharded_rows.join_rows(state, over)
     result = WORDS[word].end(state)
     return with_dtype_of(like, result) if word in ("sum", "mean") else result

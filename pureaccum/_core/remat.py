@@ -11,16 +11,11 @@ from typing import Any
 
 import torch
 
-from .._base.checks import check_int
-from .._base.trees import Tree
-from .arguments import Arguments
-from .losses import advising
-from .microbatch import call_microbatched
-from .outputs import Whole
-from .writes import known_of
+from .._base import checks, trees
+from . import arguments, losses, microbatch, outputs, writes
 
 
-def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
+def remat(func: Callable[..., trees.Tree]) -> Callable[..., trees.Tree]:
     """Make a function that keeps its inputs, and nothing that it computes on the way.
 
     The rule: ``remat(func)(*args, **kwargs)`` is ``func(*args, **kwargs)``, and so are its
@@ -54,20 +49,22 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     if not callable(func):
         raise TypeError(f"func is {func!r}; expected a function.")
 
-    known, told = known_of(func), advising(func)
+    known, told = writes.known_of(func), losses.advising(func)
 
     @wraps(func)
-    def rematerialised(*args: Any, **kwargs: Any) -> Tree:
+    def rematerialised(*args: Any, **kwargs: Any) -> trees.Tree:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        return call_microbatched(told, Arguments.of(args, kwargs), Whole(), known)
+        return microbatch.call_microbatched(
+            told, arguments.Arguments.of(args, kwargs), outputs.Whole(), known
+        )
 
     return rematerialised
 
 
 def remat_sequential(
-    fs: Sequence[Callable[[Tree, Tree], Tree]], segments: int | None = None
-) -> Callable[[Sequence[Tree], Tree], Tree]:
+    fs: Sequence[Callable[[trees.Tree, trees.Tree], trees.Tree]], segments: int | None = None
+) -> Callable[[Sequence[trees.Tree], trees.Tree], trees.Tree]:
     """Make a chain ``x = f(p, x)`` of functions that keeps ``x`` at the ends of its segments.
 
     The rule: consecutive functions are cut into segments as even as can be, and each segment is
@@ -100,10 +97,10 @@ def remat_sequential(
         raise ValueError("fs is empty; expected at least one function of (params, x).")
     expected = f"an int from 1 to {len(fs)}, the number of functions"
     count = math.ceil(math.sqrt(len(fs))) if segments is None else segments
-    count = check_int(count, "segments", expected, 1, len(fs))
+    count = checks.check_int(count, "segments", expected, 1, len(fs))
 
-    def segment(start: int, stop: int) -> Callable[[Sequence[Tree], Tree], Tree]:
-        def run(params: Sequence[Tree], x: Tree) -> Tree:
+    def segment(start: int, stop: int) -> Callable[[Sequence[trees.Tree], trees.Tree], trees.Tree]:
+        def run(params: Sequence[trees.Tree], x: trees.Tree) -> trees.Tree:
             for f, p in zip(fs[start:stop], params, strict=True):
                 x = f(p, x)
             return x
@@ -113,7 +110,7 @@ def remat_sequential(
     cuts = [len(fs) * i // count for i in range(count + 1)]
     runs = [(start, stop, segment(start, stop)) for start, stop in pairwise(cuts)]
 
-    def chain(params: Sequence[Tree], x: Tree) -> Tree:
+    def chain(params: Sequence[trees.Tree], x: trees.Tree) -> trees.Tree:
         if len(params) != len(fs):
             raise ValueError(
                 f"params has {len(params)} trees; expected {len(fs)}, one for each function."

@@ -20,21 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from .._base.sharded_rows import NOWHERE, split_rows
-from .._base.torch_internals.autograd import gradients_of, without_history
-from .._base.torch_internals.functorch import (
-    forward_ad,
-    forward_ad_active,
-    mapped_levels,
-    on_a_level,
-    transform_level,
-)
-from .._base.torch_internals.kernels import foreach_add_
-from .._base.torch_internals.modes import traced
-from .batches import cutting
-from .exchange import Backward, pulled_by
+from .._base import sharded_rows
+from .._base.torch_internals import autograd, functorch, kernels, modes
+from . import batches, exchange, weights
 from .gathered import OWN, WHOLE, Cut, Fetched, Gathered, small_sums
-from .weights import is_large, nothing_like
 
 
 class Form(NamedTuple):
@@ -74,15 +63,15 @@ class Pieces:
 
 def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> list[Tensor]:
     """The loop itself. Where transforms are to see all of it (``recorded``), it writes nothing."""
-    recorded = recorded or traced()
+    recorded = recorded or modes.traced()
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     f.gathered = _gathered(f, recorded)
     sums: list[Tensor] | None = None
-    with cutting(len(f.sizes)):
+    with batches.cutting(len(f.sizes)):
         for p in range(len(f.sizes)):
             outs, _ = f.call(p, [column[p] for column in columns])
             if sums is not None:
-                foreach_add_(sums, outs)
+                kernels.foreach_add_(sums, outs)
                 del outs  # else they would be held while the next piece is computed
                 continue
             if p == 0 and f.learned is not None:
@@ -102,8 +91,8 @@ def _gathered(f: Pieces, recorded: bool) -> list[Gathered]:
 def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
     if isinstance(how, str):
         return [x] * len(f.sizes)
-    if how.over != NOWHERE and not how.each and len(f.sizes) > 1:
-        return split_rows(x, f.sizes, how.over, how.dim)
+    if how.over != sharded_rows.NOWHERE and not how.each and len(f.sizes) > 1:
+        return sharded_rows.split_rows(x, f.sizes, how.over, how.dim)
     parts = x.split(1 if how.each else list(f.sizes), how.dim)
     return parts if how.host is None else Fetched(parts, how.host)
 
@@ -111,7 +100,9 @@ def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
 # The derivatives -------------------------------------------------------------------------
 
 
-def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward | None) -> Pieces:
+def vjp(
+    f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: exchange.Backward | None
+) -> Pieces:
     """The gradients of some operands, from all operands and the cotangents of some outputs.
 
     Each group of outputs has gradients of its own. ``backward`` is the pass that pulls.
@@ -120,7 +111,7 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward |
     groups = sorted({f.form.groups[i] for i in used})
 
     def outs_of(p: int, group: int, operands: Tensors) -> tuple[Tensors, Keeps]:
-        with pulled_by(backward):
+        with exchange.pulled_by(backward):
             outs, keeps = f.call(p, operands)
         return tuple(outs[i] for i in used if f.form.groups[i] == group), keeps
 
@@ -132,14 +123,14 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward |
             pairs = zip(used, cotangents, strict=True)
             cs = [c for i, c in pairs if f.form.groups[i] == group]
             piece = partial(outs_of, p, group)
-            if transform_level() is None and not f.composes:
+            if functorch.transform_level() is None and not f.composes:
                 sums = pieces.gathered[len(found) : len(found) + len(wrt)]
                 grads, keeps = _pulled_by_autograd(piece, given, cuts, wrt, cs, group, sums)
             else:
                 grads, keeps = _pulled_by_transform(piece, given, wrt, cs, group)
             pieces.reached.update(i for i, g in zip(wrt, grads, strict=True) if g is not None)
             pairs = zip(wrt, grads, strict=True)
-            found += [nothing_like(given[i]) if g is None else g for i, g in pairs]
+            found += [weights.nothing_like(given[i]) if g is None else g for i, g in pairs]
         return found, keeps
 
     cuts, outs = f.form.operands, f.form.outs
@@ -179,7 +170,7 @@ def _pulled_by_transform(
         outs, keeps = of(*xs)
         return [*outs, *keeps]
 
-    xs, outs, values = on_a_level(outs_and_keeps, [given[i] for i in wrt])
+    xs, outs, values = functorch.on_a_level(outs_and_keeps, [given[i] for i in wrt])
     grads = _pulled(outs[:counts], xs, cotangents, False, torch.is_grad_enabled())
     keeps = tuple(values[counts:])
     return [g if g is None else selected(g, keeps, group) for g in grads], keeps
@@ -192,7 +183,7 @@ def _pulled(
     if not pairs:
         return [None] * len(xs)
     followed, given = zip(*pairs, strict=True)
-    return gradients_of(followed, xs, given, again, record)
+    return autograd.gradients_of(followed, xs, given, again, record)
 
 
 def _pulled_by_autograd(
@@ -215,13 +206,13 @@ def _pulled_by_autograd(
     xs = [inputs[i] for i in wrt]
     adding: list[int] = []
     if not record:  # what is recorded is not written to, and what is captured is not large
-        adding = [n for n, so_far in enumerate(sums) if so_far.sums and is_large(xs[n])]
+        adding = [n for n, so_far in enumerate(sums) if so_far.sums and weights.is_large(xs[n])]
         adding = [n for n in adding if cuts[wrt[n]] != OWN]
 
     def add(so_far: Gathered, g: Tensor) -> Tensor:
         so_far.add(selected(g, keeps, group))
         so_far.ahead = True
-        return nothing_like(g)
+        return weights.nothing_like(g)
 
     for n in adding:
         xs[n].register_hook(partial(add, sums[n]))
@@ -233,7 +224,7 @@ def _recorded_anew(
     given: Tensors, cuts: Sequence[Cut], wrt: Sequence[int], record: bool
 ) -> list[Tensor]:
     """The operands of a piece with a graph of its own; what is captured is used as it is."""
-    anew = [x.view_as(x) for x in given] if record else without_history(given)
+    anew = [x.view_as(x) for x in given] if record else autograd.without_history(given)
     inputs = [x if how == OWN else y for x, y, how in zip(given, anew, cuts, strict=True)]
     for i in wrt:
         if not (inputs[i].requires_grad or cuts[i] == OWN):  # nobody else's
@@ -248,9 +239,9 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
         given, tangents = operands[:count], operands[count:]
         of = _of_some(partial(f.call, p), given, moved)
-        with forward_ad():  # torch turns it off in the rules of Functions
+        with functorch.forward_ad():  # torch turns it off in the rules of Functions
             # The level of the call may be over.
-            if transform_level() is not None or not forward_ad_active():
+            if functorch.transform_level() is not None or not functorch.forward_ad_active():
                 primals = tuple(given[i] for i in moved)
                 _, found, keeps = torch.func.jvp(of, primals, tuple(tangents), has_aux=True)  # pyright: ignore
             else:  # the dual level of torch.autograd: there is only one
@@ -290,9 +281,9 @@ def mapped(
 
         def of(_: Tensor, *operands: Tensor) -> tuple[list[Tensor], Keeps]:
             outs, keeps = f.call(p, operands)
-            level = transform_level()
+            level = functorch.transform_level()
             for i, (x, to) in enumerate(zip(outs, out_dims, strict=True)):
-                if to is None and level not in mapped_levels(x):
+                if to is None and level not in functorch.mapped_levels(x):
                     alike[i] = x
             return [x for i, x in enumerate(outs) if i not in alike], keeps
 

@@ -16,11 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .coupling import LossOfPart
-from .exchange import Backward
-from .losses import Read, Reduction, Shape
-from .sums import Sums, Terms
-from .weights import Microbatch, Weighing, enter, weigh
+from . import coupling, exchange, losses, sums, weights
 
 
 Nonfinite = Literal["propagate", "skip", "raise"]
@@ -31,7 +27,7 @@ class Rule(NamedTuple):
     """How gradients are taken and summed, alike for all microbatches."""
 
     has_aux: bool
-    reduction: Reduction
+    reduction: losses.Reduction
     nonfinite: Nonfinite
     engine: Engine
     squares: bool = False  # whether the squared norms of gradients are summed: see squares.py
@@ -53,22 +49,22 @@ class Recorded(NamedTuple):
 
     total: Tensor
     leaves: list[Tensor]
-    seen: Read
-    shape: Shape
-    backward: Backward | None  # the pass that will come; None inside of a graph
+    seen: losses.Read
+    shape: losses.Shape
+    backward: exchange.Backward | None  # the pass that will come; None inside of a graph
     pull: Callable[[Tensor], Sequence[Tensor | None]] | None = None  # None: by autograd
 
 
-Term = Callable[[Recorded, int | None], tuple[Weighing | None, Microbatch]]
-Take = Callable[[Sequence[int], Sequence[Tensor], Weighing], None]
-Judge = Callable[[Microbatch, Weighing | None], Microbatch]
+Term = Callable[[Recorded, int | None], tuple[weights.Weighing | None, weights.Microbatch]]
+Take = Callable[[Sequence[int], Sequence[Tensor], weights.Weighing], None]
+Judge = Callable[[weights.Microbatch, weights.Weighing | None], weights.Microbatch]
 
 
 class Seams(NamedTuple):
     """How one microbatch is added: the places where layers wrap."""
 
-    loss: LossOfPart
-    read: Callable[[Any], tuple[Read, Shape]]
+    loss: coupling.LossOfPart
+    read: Callable[[Any], tuple[losses.Read, losses.Shape]]
     term: Term  # no weighing: it is known to add nothing, and no gradient is taken
     take: Take | None = None  # None: straight into the sums
     judge: Judge | None = None
@@ -85,7 +81,8 @@ class Window(NamedTuple):
     before: list[Tensor] | None = None  # the sums as they were, if the caller still holds them
     # What this rank divides its sums by at the end; None where it adds them to those of others.
     divides: float | None = None
-    sink: Sums | Terms = cast(Any, None)  # put in by ``adder``: a compiler takes no object here
+    # put in by ``adder``: a compiler takes no object here
+    sink: sums.Sums | sums.Terms = cast(Any, None)
 
 
 Layer = Callable[[Seams, Window], Seams]
@@ -103,34 +100,38 @@ def handing_on(
     inner = taking(seams, window)
     noted: dict[int, Tensor] = {}  # torch's compiler calls no dict[int, Tensor]
 
-    def take(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+    def take(which: Sequence[int], grads: Sequence[Tensor], weighing: weights.Weighing) -> None:
         noted.update(zip(which, map(look, grads), strict=True))
         inner(which, grads, weighing)
 
     return take, noted
 
 
-def judged_below(seams: Seams, entry: Microbatch, weighing: Weighing | None) -> Microbatch:
+def judged_below(
+    seams: Seams, entry: weights.Microbatch, weighing: weights.Weighing | None
+) -> weights.Microbatch:
     """An entry as the layers below judge it."""
     return entry if seams.judge is None else seams.judge(entry, weighing)
 
 
 def of_total(rule: Rule, unit: float | None) -> Term:
     """The innermost term: means and sums of as many rows have one weighing in a window."""
-    made: dict[Any, tuple[Weighing | None, Microbatch]] = {}
+    made: dict[Any, tuple[weights.Weighing | None, weights.Microbatch]] = {}
     reduction = rule.reduction
     # Looking a symbol up makes it a number: a graph for each number of rows.
     keeps = not torch.compiler.is_dynamo_compiling()
 
-    def term(recorded: Recorded, rows: int | None) -> tuple[Weighing | None, Microbatch]:
+    def term(
+        recorded: Recorded, rows: int | None
+    ) -> tuple[weights.Weighing | None, weights.Microbatch]:
         seen, shape = recorded.seen, recorded.shape
         kind = rows, shape.dtype, shape.weighted
         kept = keeps and type(rows) is int
         if kept and kind in made:
             weighing, like = made[kind]
             return weighing, like._replace(value=seen.total)
-        entry = enter(seen, shape, rows, reduction)
-        found = weigh(seen, rows, reduction, unit), entry
+        entry = weights.enter(seen, shape, rows, reduction)
+        found = weights.weigh(seen, rows, reduction, unit), entry
         if kept and rows and not shape.weighted:  # of no rows the value is no total
             made[kind] = found
         return found

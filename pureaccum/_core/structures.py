@@ -16,18 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import refuse_autocast_cache
-from .._base.dtensors import PLAIN
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Flat
-from .batches import Batch
-from .sums import Kinds
+from .._base import checks, dtensors, trees
+from .._base.torch_internals import modes
+from . import batches, sums
 
 
 class Update(NamedTuple):
     """What is decided for microbatches of one structure that enter sums of another."""
 
-    kinds: Kinds
+    kinds: sums.Kinds
     rows: int | None
     devices: frozenset[str]
 
@@ -48,12 +45,12 @@ class Structures:
 MOST = 1000  # structures
 
 
-def structure_of(beside: Any, *flats: Flat) -> Any:
+def structure_of(beside: Any, *flats: trees.Flat) -> Any:
     """The key of some trees, and of what else decides; None where nothing may be remembered."""
-    if transform_active():
+    if modes.transform_active():
         return None
     leaves = [*chain.from_iterable(map(_LEAVES, flats))]
-    if not PLAIN.issuperset(map(type, leaves)):
+    if not dtensors.PLAIN.issuperset(map(type, leaves)):
         return None
     try:
         return beside, *map(_SPEC, flats), *map(_LOOKS, leaves)
@@ -69,16 +66,16 @@ def update_of(
     structures: Structures,
     key: Any,
     params: list[Tensor],
-    flat: Flat,
-    examine: Callable[[], tuple[Batch, Kinds]],
-) -> tuple[Batch, Kinds]:
+    flat: trees.Flat,
+    examine: Callable[[], tuple[batches.Batch, sums.Kinds]],
+) -> tuple[batches.Batch, sums.Kinds]:
     """A microbatch as it is read, and how gradients are added: examined unless its key is known."""
     if key is None:  # a compiler is not to look into what was decided
         return examine()
     known: Update | None = structures.known.get(key)
     if known is not None:
         ask_autocast(known.devices, params)
-        return Batch(*flat, known.rows), known.kinds
+        return batches.Batch(*flat, known.rows), known.kinds
     read, kinds = examine()
     if read.problem is None:  # an error of each microbatch is its own
         structures.keep(key, Update(kinds, read.rows, devices_of(params)))
@@ -93,4 +90,4 @@ def devices_of(leaves: Iterable[Tensor]) -> frozenset[str]:
 def ask_autocast(devices: frozenset[str], leaves: list[Tensor]) -> None:
     """Refuse autocast around microbatches, where it is on."""
     if any(map(torch.is_autocast_enabled, devices)):
-        refuse_autocast_cache(leaves)
+        checks.refuse_autocast_cache(leaves)

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import Layouts, opened, sum_layouts
-from .._base.torch_internals.kernels import owns_its_memory
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import zeros_for_sums
-from .weights import LARGE, Weighing, add_gradient_, add_gradients_, term_of
+from .._base import dtensors, trees
+from .._base.torch_internals import kernels, modes
+from . import weights
 
 
 class Kinds(NamedTuple):
@@ -28,20 +26,21 @@ class Kinds(NamedTuple):
     # they are large together: added as they come, gradients are in the cache, and leave their
     # memory to the next one.
     added: Sequence[int]
-    layouts: Layouts | None  # where the gradients of DTensors are summed
+    layouts: dtensors.Layouts | None  # where the gradients of DTensors are summed
 
 
 def kinds_of(leaves: list[Tensor], dtypes: list[torch.dtype]) -> Kinds:
     """What follows from leaves and the dtypes of their sums."""
-    parts = [] if transform_active() else opened(leaves)[0]  # there a size may be a symbol
-    large = [i for i, x in enumerate(parts) if x.nbytes >= LARGE]
-    together = sum([x.nbytes for x in parts]) >= LARGE
+    # there a size may be a symbol
+    parts = [] if modes.transform_active() else dtensors.opened(leaves)[0]
+    large = [i for i, x in enumerate(parts) if x.nbytes >= weights.LARGE]
+    together = sum([x.nbytes for x in parts]) >= weights.LARGE
     return Kinds(
         dtypes=dtypes,
         alike=dtypes == [x.dtype for x in leaves],
         large=large,
         added=range(len(leaves)) if together and leaves[0].device.type == "cpu" else large,
-        layouts=sum_layouts(leaves),
+        layouts=dtensors.sum_layouts(leaves),
     )
 
 
@@ -56,18 +55,20 @@ class Sums:
         self.tensors: list[Any] = tensors if self.begun else [None] * len(leaves)
         self.written = False  # whether anything was added
 
-    def add(self, which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+    def add(
+        self, which: Sequence[int], grads: Sequence[Tensor], weighing: weights.Weighing
+    ) -> None:
         """Add the gradients of some leaves."""
         self.written = True
         if not self.begun:
             self.fill(which)
         tensors = self.tensors
         if len(which) == 1:
-            add_gradient_(tensors[which[0]], grads[0], weighing)
+            weights.add_gradient_(tensors[which[0]], grads[0], weighing)
         elif len(which) == len(tensors):
-            add_gradients_(tensors, [*grads], weighing)
+            weights.add_gradients_(tensors, [*grads], weighing)
         else:
-            add_gradients_([tensors[i] for i in which], [*grads], weighing)
+            weights.add_gradients_([tensors[i] for i in which], [*grads], weighing)
 
     def adopt(self, grads: Sequence[Tensor | None]) -> None:
         """Begin with gradients that nobody else holds, whose memory becomes that of the sums.
@@ -76,7 +77,7 @@ class Sums:
         """
         tensors, rest = self.tensors, list[tuple[int, Tensor]]()
         for i, grad in enumerate(grads):
-            if grad is not None and tensors[i] is None and owns_its_memory(grad):
+            if grad is not None and tensors[i] is None and kernels.owns_its_memory(grad):
                 tensors[i] = grad
             elif grad is not None:
                 rest.append((i, grad))
@@ -92,7 +93,7 @@ class Sums:
         missing = [i for i in which if tensors[i] is None]
         for dtype in {dtypes[i] for i in missing}:
             alike = [i for i in missing if dtypes[i] == dtype]
-            zeros = zeros_for_sums([self.leaves[i] for i in alike], dtype)
+            zeros = trees.zeros_for_sums([self.leaves[i] for i in alike], dtype)
             for i, zero in zip(alike, zeros, strict=True):
                 tensors[i] = zero
         self.begun = NoneType not in map(type, tensors)
@@ -112,8 +113,10 @@ class Terms:
         self.tensors: list[Any] = [None] * len(leaves)
         self.keep: Tensor | None = None  # whether it counts
 
-    def add(self, which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+    def add(
+        self, which: Sequence[int], grads: Sequence[Tensor], weighing: weights.Weighing
+    ) -> None:
         """Keep the terms of some leaves."""
         self.keep = weighing.keep
         for i, grad in zip(which, grads, strict=True):
-            self.tensors[i] = term_of(grad, self.kinds.dtypes[i], weighing)
+            self.tensors[i] = weights.term_of(grad, self.kinds.dtypes[i], weighing)

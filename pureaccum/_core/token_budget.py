@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import LARGEST_INT, check_int
+from .._base import checks
 
 
 Bin = list[int]  # the rows of a microbatch
@@ -77,11 +77,11 @@ def cut(
         timing anomalies <https://doi.org/10.1137/0117039>`_, 1969.
     """
     expected = "the most tokens of a microbatch, an int of at least 1"
-    most = check_int(max_tokens, "max_tokens", expected, 1, LARGEST_INT)
+    most = checks.check_int(max_tokens, "max_tokens", expected, 1, checks.LARGEST_INT)
     each = _read(lengths, most)
     several = 1
     if ranks is not None:
-        several = check_int(ranks, "ranks", "a number of ranks, an int of at least 1", 1)
+        several = checks.check_int(ranks, "ranks", "a number of ranks, an int of at least 1", 1)
     longest_first = sorted(range(len(each)), key=lambda i: -each[i])
     pack = _side_by_side if padded else _best_fit
     bins = pack(each, longest_first, most)
@@ -113,7 +113,10 @@ def _read(lengths: Any, most: int) -> list[int]:
             "integer tensor."
         ) from None
     expected = "the tokens of a row, an int of at least 0"
-    each = [check_int(x, f"lengths[{i}]", expected, 0, LARGEST_INT) for i, x in enumerate(given)]
+    each = [
+        checks.check_int(x, f"lengths[{i}]", expected, 0, checks.LARGEST_INT)
+        for i, x in enumerate(given)
+    ]
     for i, length in enumerate(each):
         if length > most:
             raise ValueError(

@@ -10,43 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    check_argnums,
-    check_disjoint,
-    check_dtype,
-    outside_inference_mode,
-    positions,
-    read_params,
-    refuse_autocast_cache,
+from .._base import checks, trees
+from . import (
+    auto_size,
+    batches,
+    history,
+    ledger,
+    losses,
+    reductions,
+    seams,
+    whole_batch,
+    windows,
+    writes,
 )
-from .._base.trees import Tree, accumulation_dtype, unflatten
-from .auto_size import Size, automatic
-from .batches import check_sizes
-from .history import with_history
-from .layers.order import check_rule
-from .ledger import Flow
-from .losses import Reduction, advising
-from .reductions import check_reduce
-from .seams import Engine, Nonfinite, Rule, Window
+from .layers import order
 from .sums import kinds_of
-from .whole_batch import accumulate, means, not_cut, question_about, read_cut
-from .windows import GuardedLoss
-from .writes import Given, known_of
 
 
-@automatic
+@auto_size.automatic
 def grad_and_value(
     func: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: Size = None,
-    reduction: Reduction = "mean",
-    aux_reduction: Tree = "concat",
+    microbatch_size: auto_size.Size = None,
+    reduction: losses.Reduction = "mean",
+    aux_reduction: trees.Tree = "concat",
     dtype: torch.dtype | None = None,
-    nonfinite: Nonfinite = "propagate",
-    engine: Engine = "func",
+    nonfinite: seams.Nonfinite = "propagate",
+    engine: seams.Engine = "func",
     check: bool = True,
 ) -> Callable[..., Any]:
     """``torch.func.grad_and_value`` in the memory of one microbatch.
@@ -100,50 +93,60 @@ def grad_and_value(
         `torch.func.grad_and_value
         <https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html>`_
     """
-    rule = check_rule(
-        Rule(has_aux=has_aux, reduction=reduction, nonfinite=nonfinite, engine=engine)
+    rule = order.check_rule(
+        seams.Rule(has_aux=has_aux, reduction=reduction, nonfinite=nonfinite, engine=engine)
     )
-    at_least = check_dtype(dtype)
-    wrt, cut = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
-    check_disjoint(wrt, cut)
-    check_reduce(aux_reduction, "aux_reduction")
-    size = None if microbatch_size is None else check_sizes(microbatch_size)
-    known = known_of(func)
-    told = advising(func, *cut, wrt=wrt)
+    at_least = checks.check_dtype(dtype)
+    wrt, cut = (
+        checks.check_argnums(argnums, "argnums"),
+        checks.check_argnums(batch_argnums, "batch_argnums"),
+    )
+    checks.check_disjoint(wrt, cut)
+    reductions.check_reduce(aux_reduction, "aux_reduction")
+    size = None if microbatch_size is None else batches.check_sizes(microbatch_size)
+    known = writes.known_of(func)
+    told = losses.advising(func, *cut, wrt=wrt)
 
-    def by_rule(rule: Rule, /, *args: Any, **kwargs: Any) -> Any:
-        at = positions(wrt, len(args), "argnums")
-        cut_at = positions(cut, len(args), "batch_argnums")
-        check_disjoint(at, cut_at)
-        leaves, spec = read_params({i: args[i] for i in at}, "args")
+    def by_rule(rule: seams.Rule, /, *args: Any, **kwargs: Any) -> Any:
+        at = checks.positions(wrt, len(args), "argnums")
+        cut_at = checks.positions(cut, len(args), "batch_argnums")
+        checks.check_disjoint(at, cut_at)
+        leaves, spec = checks.read_params({i: args[i] for i in at}, "args")
 
-        def loss_of(leaves: list[Tensor], part: Tree, *_: Any) -> Any:
+        def loss_of(leaves: list[Tensor], part: trees.Tree, *_: Any) -> Any:
             filled = list(args)
-            for replaced in (unflatten(spec, leaves), part):
+            for replaced in (trees.unflatten(spec, leaves), part):
                 for i, arg in replaced.items():
                     filled[i] = arg
             return told(*filled, **kwargs)
 
         batch = {i: args[i] for i in cut_at}
         if size is not None:
-            refuse_autocast_cache(leaves)
-        parts = not_cut(batch) if size is None else read_cut(batch, size, has_aux)
-        given = Given("args", leaves, spec), Given("args", parts.batch.leaves, parts.batch.spec)
-        question = question_about(parts, rule) if check else None
-        loss = GuardedLoss(loss_of, known, given, question)
+            checks.refuse_autocast_cache(leaves)
+        parts = (
+            whole_batch.not_cut(batch)
+            if size is None
+            else whole_batch.read_cut(batch, size, has_aux)
+        )
+        given = (
+            writes.Given("args", leaves, spec),
+            writes.Given("args", parts.batch.leaves, parts.batch.spec),
+        )
+        question = whole_batch.question_about(parts, rule) if check else None
+        loss = windows.GuardedLoss(loss_of, known, given, question)
         divides = 1.0 if parts.untouched else float(sum(parts.sizes))
-        window = Window(rule=rule, divides=divides)
-        kinds = kinds_of(leaves, [accumulation_dtype(x.dtype, at_least) for x in leaves])
-        flow = Flow(aux_reduction="last" if size is None else aux_reduction)
-        with outside_inference_mode():
-            sums = accumulate(loss, parts, window, kinds, flow)
-            grads, value, aux = means(sums, leaves, reduction)
-        tree = unflatten(spec, grads)
+        window = seams.Window(rule=rule, divides=divides)
+        kinds = kinds_of(leaves, [trees.accumulation_dtype(x.dtype, at_least) for x in leaves])
+        flow = ledger.Flow(aux_reduction="last" if size is None else aux_reduction)
+        with checks.outside_inference_mode():
+            sums = whole_batch.accumulate(loss, parts, window, kinds, flow)
+            grads, value, aux = whole_batch.means(sums, leaves, reduction)
+        tree = trees.unflatten(spec, grads)
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)
 
     plain = partial(by_rule, rule._replace(engine="auto"))
-    return wraps(func)(with_history(partial(by_rule, rule), known, plain))
+    return wraps(func)(history.with_history(partial(by_rule, rule), known, plain))
 
 
 def grad(  # noqa: D417
@@ -152,12 +155,12 @@ def grad(  # noqa: D417
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: Size = None,
-    reduction: Reduction = "mean",
-    aux_reduction: Tree = "concat",
+    microbatch_size: auto_size.Size = None,
+    reduction: losses.Reduction = "mean",
+    aux_reduction: trees.Tree = "concat",
     dtype: torch.dtype | None = None,
-    nonfinite: Nonfinite = "propagate",
-    engine: Engine = "func",
+    nonfinite: seams.Nonfinite = "propagate",
+    engine: seams.Engine = "func",
     check: bool = True,
 ) -> Callable[..., Any]:
     """``torch.func.grad`` in the memory of one microbatch.

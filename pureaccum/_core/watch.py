@@ -18,18 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base.checks import here
-from .._base.torch_internals.autograd import recorded_at, sequence_number
-from .._base.torch_internals.functorch import (
-    down_to,
-    followed,
-    innermost,
-    is_wrapped,
-    transform_level,
-)
-from .._base.torch_internals.kernels import memory_of
-from .._base.torch_internals.modes import unnoticed
-from .precision import original
+from .._base import checks
+from .._base.torch_internals import autograd, functorch, kernels, modes
+from . import precision
 
 
 # Tensors by their ids. An id alone may be that of one that has died.
@@ -42,12 +33,12 @@ class UnseenError(BaseException):
 
 def captures_are_sought() -> bool:
     """Whether a function runs here whose captured tensors are looked for in its operations."""
-    return here.seeks is not None
+    return checks.here.seeks is not None
 
 
 def note_made(tensors: Iterable[Tensor], watch: "Watch | None" = None) -> None:
     """Say that tensors were made inside of the functions that run now, where they cannot see it."""
-    watch = watch or here.seeks
+    watch = watch or checks.here.seeks
     while watch is not None:
         watch.note(tensors)
         watch = watch.outer
@@ -55,10 +46,10 @@ def note_made(tensors: Iterable[Tensor], watch: "Watch | None" = None) -> None:
 
 def exchanged(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors that the function around gives in place of some, as to an operation."""
-    watch: Watch | None = here.seeks
+    watch: Watch | None = checks.here.seeks
     if watch is None:
         return tensors
-    with unnoticed():
+    with modes.unnoticed():
         given = [watch.given_for(x) for x in tensors]
         watch.settle(True)
     return given
@@ -67,13 +58,13 @@ def exchanged(tensors: list[Tensor]) -> list[Tensor]:
 @contextmanager
 def active(watch: "Watch") -> Generator[None]:
     """Let operations be watched."""
-    before, here.seeks = here.seeks, watch
+    before, checks.here.seeks = checks.here.seeks, watch
     watch.outer = before
     try:
         with watch:
             yield
     finally:
-        here.seeks = before
+        checks.here.seeks = before
 
 
 class Watch(TorchFunctionMode):
@@ -105,17 +96,18 @@ class Watch(TorchFunctionMode):
             out := func(*args), Tensor
         ):
             return out  # to ask for a shape or a dtype is no computation
-        with unnoticed():  # else the function around would take these for operations of its own
+        # else the function around would take these for operations of its own
+        with modes.unnoticed():
             args = tuple([self.each_of(x) for x in args])
             kwargs = {key: self.each_of(x) for key, x in (kwargs or {}).items()}
-        before, here.seeks = here.seeks, self.outer
+        before, checks.here.seeks = checks.here.seeks, self.outer
         try:  # a backward pass may run functions inside, which this mode does not see
             out = func(*args, **kwargs)
         finally:
-            here.seeks = before
+            checks.here.seeks = before
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
-        with unnoticed():
+        with modes.unnoticed():
             self.settle(bool(made) or out is None)  # one that returns nothing has written
             self.note(args[:1] if func is Tensor.__setitem__ else made)
         return out
@@ -154,8 +146,8 @@ class Finding(Watch):
 
     def __init__(self, records: bool) -> None:
         super().__init__()
-        self.level = transform_level() or 0
-        self.begun = sequence_number()
+        self.level = functorch.transform_level() or 0
+        self.begun = autograd.sequence_number()
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
         self.settled = 0  # how many of them were used
@@ -179,21 +171,21 @@ class Finding(Watch):
 
     def is_captured(self, x: Tensor, own: Tensor) -> bool:
         """Whether a tensor that was not made here is followed; others are noted."""
-        is_followed, above = followed(own, self.level)
-        if self.level and is_wrapped(own) and memory_of(x) in self.memory:
+        is_followed, above = functorch.followed(own, self.level)
+        if self.level and functorch.is_wrapped(own) and kernels.memory_of(x) in self.memory:
             return False  # made inside, and handed out by a transform inside
         if not is_followed:
-            self.wraps = self.wraps or is_wrapped(own)
+            self.wraps = self.wraps or functorch.is_wrapped(own)
             self.others[id(x)] = ref(x)  # pyright: ignore
-        elif above or recorded_at(own) >= self.begun:
+        elif above or autograd.recorded_at(own) >= self.begun:
             raise UnseenError  # it is inside of another transform, or was made unseen
         return is_followed
 
     def remember(self, x: Tensor, own: Tensor) -> int:
         """A new place for a captured tensor."""
-        self.foreign.add(memory_of(own))
-        with down_to(self.level):
-            whole = original(own)
+        self.foreign.add(kernels.memory_of(own))
+        with functorch.down_to(self.level):
+            whole = precision.original(own)
             detached = whole.detach()
             detached = detached.requires_grad_() if self.records else detached
             self.found.append(Found(x, whole, detached))
@@ -210,7 +202,7 @@ class Finding(Watch):
     def note(self, made: Iterable[Tensor]) -> None:
         self.made.update((id(x), ref(x)) for x in made)
         if self.level:
-            self.memory |= {memory_of(x) for x in made} - self.foreign
+            self.memory |= {kernels.memory_of(x) for x in made} - self.foreign
 
 
 class Giving(Watch):
@@ -241,7 +233,7 @@ class Giving(Watch):
         if self.written.get(id(x)) is x:
             raise RuntimeError(WRITTEN_TO.format(tuple(x.shape), x.dtype))
         own = self.from_outside(x)
-        return innermost(own) if _holds(self.others, x) else own
+        return functorch.innermost(own) if _holds(self.others, x) else own
 
 
 WRITTEN_TO = (

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import Layouts, local, replicated, true_on_all_ranks
-from .._base.torch_internals.kernels import foreach_add_, foreach_div_
-from .._base.trees import as_scalar_of, at_once, is_finite, real_parts, scalars_of
-from .losses import Read, Reduction, Shape, counts
+from .._base import dtensors, trees
+from .._base.torch_internals import kernels
+from . import losses
 
 
 LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which is faster
@@ -65,7 +64,7 @@ def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing
     factor, keep = weighing.factor, weighing.keep
     if keep is None and not isinstance(factor, Tensor):
         if totals:  # torch's own raises on empty lists
-            foreach_add_(totals, grads, alpha=factor)
+            kernels.foreach_add_(totals, grads, alpha=factor)
         return
     alike: dict[Any, list[int]] = {}
     for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
@@ -78,7 +77,7 @@ def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing
         terms = term_of(flat, totals[members[0]].dtype, weighing).split(
             [grads[i].numel() for i in members]
         )
-        foreach_add_(
+        kernels.foreach_add_(
             [totals[i] for i in members],
             [term.view(grads[i].shape) for i, term in zip(members, terms, strict=True)],
         )
@@ -91,14 +90,14 @@ def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list
     Complex sums are divided as pairs of real numbers: torch's complex division by a number rounds
     more often, and so the bits of a parameter would depend on how it is written down.
     """
-    parts = [real_parts(x) if x.is_complex() else x for x in sums]
-    together = own and at_once(parts)
+    parts = [trees.real_parts(x) if x.is_complex() else x for x in sums]
+    together = own and trees.at_once(parts)
     for x in by:  # one at a time, as their product may overflow
         if not isinstance(x, Tensor) and x == 1 and (own or same):
             continue
-        number = scalars_of(x)
+        number = trees.scalars_of(x)
         if together:
-            foreach_div_(parts, number(parts[0]))
+            kernels.foreach_div_(parts, number(parts[0]))
         else:
             divide = Tensor.div_ if own else torch.div
             parts = [divide(x, number(x)) for x in parts]
@@ -117,7 +116,7 @@ def term_of(grad: Tensor, dtype: torch.dtype, weighing: Weighing) -> Tensor:
     grad = grad.to_dense() if grad.is_sparse else grad
     term = grad if grad.dtype == dtype else grad.to(dtype)  # a vmap asks for its time
     if isinstance(factor, Tensor):
-        term = term * as_scalar_of(term, factor)
+        term = term * trees.as_scalar_of(term, factor)
     elif factor != 1.0:  # compilers keep a product with 1, and miss that mm and a sum are addmm
         term = term * factor
     return term if keep is None else torch.where(keep.to(term.device), term, 0.0)
@@ -149,11 +148,13 @@ def power_of_two(rows: int) -> float:
     return float(1 << max(rows - 1, 0).bit_length())
 
 
-def enter(seen: Read, shape: Shape, rows: int | None, reduction: Reduction) -> Microbatch:
+def enter(
+    seen: losses.Read, shape: losses.Shape, rows: int | None, reduction: losses.Reduction
+) -> Microbatch:
     """The entry of a microbatch, from what its loss returned."""
     value, times = seen.total, 1.0
     if isinstance(seen.weight, Tensor):
-        value = torch.where(counts(seen.total, seen.weight), seen.total, 0.0)
+        value = torch.where(losses.counts(seen.total, seen.weight), seen.total, 0.0)
         weight = seen.weight
     elif reduction == "sum":
         weight = float(rows or 0)
@@ -172,7 +173,7 @@ def enter(seen: Read, shape: Shape, rows: int | None, reduction: Reduction) -> M
 
 
 def weigh(
-    seen: Read, rows: int | None, reduction: Reduction, unit: float | None = None
+    seen: losses.Read, rows: int | None, reduction: losses.Reduction, unit: float | None = None
 ) -> Weighing | None:
     """How the gradient of a microbatch enters the sums; None where it is known to add nothing.
 
@@ -184,7 +185,7 @@ def weigh(
         weight = seen.weight
         power = _power_of_two(weight.detach())
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
-        return Weighing(cotangent, power / (unit or 1.0), counts(total, weight))
+        return Weighing(cotangent, power / (unit or 1.0), losses.counts(total, weight))
     if reduction == "sum":
         return Weighing(torch.ones_like(total), 1.0 / (unit or 1.0), None)
     if not rows:
@@ -205,7 +206,7 @@ def with_squares(
 
     Summed over microbatches, these tell how much gradients scatter: see noise_scale.py.
     """
-    none = torch.zeros_like(local(entry.value), dtype=torch.float64)
+    none = torch.zeros_like(dtensors.local(entry.value), dtype=torch.float64)
     weight = none + entry.weight
     wide = torch.stack([none if n is None else n.to(none.device).double() for n in norms])
     wide = wide * (weighing.factor * (unit or 1.0))
@@ -224,7 +225,7 @@ def quotient(x: Any, by: Tensor) -> Tensor:
 
 def scaled(cotangent: Tensor, scale: Tensor | None) -> Tensor:
     """The cotangent that pulls a gradient of the scaled loss."""
-    return cotangent if scale is None else cotangent * as_scalar_of(cotangent, scale)
+    return cotangent if scale is None else cotangent * trees.as_scalar_of(cotangent, scale)
 
 
 def _power_of_two(weight: Tensor) -> Tensor:
@@ -236,24 +237,27 @@ def _power_of_two(weight: Tensor) -> Tensor:
 
 
 def finite_wholly(
-    entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None, layouts: Layouts | None
+    entry: Microbatch,
+    flags: Iterable[Tensor],
+    keep: Tensor | None,
+    layouts: dtensors.Layouts | None,
 ) -> Tensor:
     """Whether the total of a microbatch and all of its gradient are finite, or have no weight.
 
     With layouts, of gradients of which each rank has its part, all ranks say so together.
     """
-    ok = is_finite(local(entry.value))
+    ok = trees.is_finite(dtensors.local(entry.value))
     for flag in flags:
         ok = ok & flag.to(ok.device)
     if layouts is not None:
-        ok = true_on_all_ranks(ok, layouts)
+        ok = dtensors.true_on_all_ranks(ok, layouts)
     return ok if keep is None else ok | ~keep
 
 
 def without_skipped(entry: Microbatch, finite: Tensor) -> Microbatch:
     """An entry that is zero unless it is finite: a skipped microbatch takes its weight along."""
     none = torch.zeros_like(finite, dtype=torch.float64)
-    value = torch.where(replicated(finite, entry.value), entry.value, 0.0)
+    value = torch.where(dtensors.replicated(finite, entry.value), entry.value, 0.0)
     squares = entry.squares
     if isinstance(squares, Tensor):
         squares = torch.where(finite, squares, 0.0)

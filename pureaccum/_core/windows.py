@@ -16,80 +16,64 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from .._base.checks import NoGraphError
-from .._base.dtensors import refuse_sharded
-from .._base.random_state import generators, restore
-from .._base.refusals import advise_on_vjp, refuse_pre_dispatch
-from .._base.torch_internals.autograd import without_history
-from .._base.torch_internals.functorch import forward_ad_active, innermost
-from .._base.torch_internals.modes import may_add_in_place, transform_active
-from .arguments import Arguments
-from .coupling import LossOfPart, Question
-from .engines import (
-    Way,
-    adding,
-    by_autograd,
-    by_func,
-    detached,
-    landing,
-    pulled,
-    remembering_modules,
-    under_transforms,
-)
-from .layers.order import layered
-from .losses import read
-from .microbatch import call_microbatched
-from .outputs import Counted, Whole
+from .._base import checks, dtensors, random_state, refusals
+from .._base.torch_internals import autograd, functorch, modes
+from . import arguments, coupling, engines, losses, microbatch, outputs, weights, writes
+from .layers import order
 from .seams import Engine, Portion, Seams, Window, judged_below, of_total, taking
 from .sums import Sums, Terms
-from .weights import Microbatch
-from .writes import Given, Known
 
 
 T = TypeVar("T")
-Add = Callable[[Portion], Microbatch]
+Add = Callable[[Portion], weights.Microbatch]
 
 
 class GuardedLoss(NamedTuple):
     """The loss of a microbatch, what is known of it, and all that it is given."""
 
-    call: LossOfPart
-    known: Known
-    given: tuple[Given, ...]  # first the leaves that it is differentiated by
-    question: Question | None = None  # what it is asked
+    call: coupling.LossOfPart
+    known: writes.Known
+    given: tuple[writes.Given, ...]  # first the leaves that it is differentiated by
+    question: coupling.Question | None = None  # what it is asked
 
 
 def adder(
-    call: LossOfPart, known: Known, window: Window, sums: Sums, way: Way, *, whole: bool = False
+    call: coupling.LossOfPart,
+    known: writes.Known,
+    window: Window,
+    sums: Sums,
+    way: engines.Way,
+    *,
+    whole: bool = False,
 ) -> Add:
     """A function that adds a microbatch to sums, and gives what it came to.
 
     ``whole`` says that a batch is in one piece, which is left to a transform.
     """
     window = window._replace(sink=sums)
-    seams = Seams(loss=call, read=read, term=of_total(window.rule, window.unit))
-    if may_add_in_place():  # while the backward pass runs
+    seams = Seams(loss=call, read=losses.read, term=of_total(window.rule, window.unit))
+    if modes.may_add_in_place():  # while the backward pass runs
         seams, way = wrapped(seams, window, way)
-        return adding(seams, sums, way)
-    return out_of_place(seams, known, window, sums, way, whole or not transform_active())
+        return engines.adding(seams, sums, way)
+    return out_of_place(seams, known, window, sums, way, whole or not modes.transform_active())
 
 
-def wrapped(seams: Seams, window: Window, way: Way) -> tuple[Seams, Way]:
+def wrapped(seams: Seams, window: Window, way: engines.Way) -> tuple[Seams, engines.Way]:
     """Seams with all layers around them, and what wraps an engine."""
-    seams, layouts = layered(seams, window), window.sink.kinds.layouts
+    seams, layouts = order.layered(seams, window), window.sink.kinds.layouts
     if way.remembers:
-        seams, way = remembering_modules(seams, way)
+        seams, way = engines.remembering_modules(seams, way)
     if layouts is not None:
-        seams = landing(seams, taking(seams, window), layouts)
+        seams = engines.landing(seams, taking(seams, window), layouts)
     return seams, way
 
 
 def out_of_place(
-    seams: Seams, known: Known, window: Window, sums: Sums, way: Way, whole: bool
+    seams: Seams, known: writes.Known, window: Window, sums: Sums, way: engines.Way, whole: bool
 ) -> Add:
     """Add what a microbatch comes to; unless it is whole, nothing above it is kept."""
 
-    def terms_of(leaves: list[Tensor], part: Portion) -> Counted:
+    def terms_of(leaves: list[Tensor], part: Portion) -> outputs.Counted:
         terms = Terms(leaves, sums.kinds)
         there = window._replace(sink=terms)
         # a cotangent that is kept would be one of a level that is over
@@ -98,18 +82,20 @@ def out_of_place(
         recorded = way.forward(around, part, own)
         weighing, entry = around.term(recorded, part.counts)
         if weighing is None:
-            return Counted(((), judged_below(around, entry, None)), None)
-        grads = pulled(recorded, weighing.cotangent, own)
+            return outputs.Counted(((), judged_below(around, entry, None)), None)
+        grads = engines.pulled(recorded, weighing.cotangent, own)
         some = {i: grad for i, grad in enumerate(grads) if grad is not None}
         taking(around, there)([*some], [*some.values()], weighing)
-        return Counted((terms.tensors, judged_below(around, entry, weighing)), terms.keep)
+        return outputs.Counted((terms.tensors, judged_below(around, entry, weighing)), terms.keep)
 
-    def add(part: Portion) -> Microbatch:
+    def add(part: Portion) -> weights.Microbatch:
         if whole:
             added, entry = terms_of(way.leaves, part).tree
         else:
-            given = Arguments.of((way.leaves, part), {})
-            added, entry = call_microbatched(terms_of, given, Whole(), known, guards=False)
+            given = arguments.Arguments.of((way.leaves, part), {})
+            added, entry = microbatch.call_microbatched(
+                terms_of, given, outputs.Whole(), known, guards=False
+            )
         if added:
             pairs = zip(sums.tensors, added, strict=True)
             new = [y if x is None else x if y is None else x + y for x, y in pairs]
@@ -124,7 +110,9 @@ def out_of_place(
 # Engines and modes ---------------------------------------------------------------------------
 
 
-def run_window(window: Callable[[Way], T], leaves: list[Tensor], engine: Engine, known: Known) -> T:
+def run_window(
+    window: Callable[[engines.Way], T], leaves: list[Tensor], engine: Engine, known: writes.Known
+) -> T:
     """Run what calls a loss for some microbatches, in the grad mode that they need.
 
     A loss whose backward pass computes it again has to be watched: see called_modules.py. It makes
@@ -133,35 +121,37 @@ def run_window(window: Callable[[Way], T], leaves: list[Tensor], engine: Engine,
     on draws the same random numbers, one that begins later draws new ones. So it is with a loss
     that calls what plain autograd cannot follow: the window is run again by torch.func.
     """
-    if transform_active():
+    if modes.transform_active():
         return _advised(window, _followed(leaves, engine))
-    dual = forward_ad_active()
-    detach = detached if dual else Tensor.detach
+    dual = functorch.forward_ad_active()
+    detach = engines.detached if dual else Tensor.detach
     if engine == "func" or (engine == "auto" and (dual or known.by_func)):
         return _by_func(window, leaves, detach)
-    before = generators({x.device for x in leaves}) if known.recomputes is None else []
+    before = random_state.generators({x.device for x in leaves}) if known.recomputes is None else []
     try:
         return _by_autograd(window, leaves, detach, known, before)
-    except NoGraphError:
+    except checks.NoGraphError:
         if engine != "auto":
             raise
     known.by_func = True
-    restore(before)
+    random_state.restore(before)
     return _by_func(window, leaves, detach)
 
 
 def _by_autograd(
-    window: Callable[[Way], T],
+    window: Callable[[engines.Way], T],
     leaves: list[Tensor],
     detach: Callable[[Tensor], Tensor],
-    known: Known,
+    known: writes.Known,
     before: list[Any],
 ) -> T:
     """Run a window in grad mode; again, from these states of generators, where it has to be."""
     # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
     own = [x.clone() for x in leaves] if any(map(Tensor.is_inference, leaves)) else leaves
-    own = map(Tensor.detach, own) if detach is Tensor.detach else without_history(own)
-    way = Way(forward=by_autograd, leaves=[x.requires_grad_() for x in own], detach=detach)
+    own = map(Tensor.detach, own) if detach is Tensor.detach else autograd.without_history(own)
+    way = engines.Way(
+        forward=engines.by_autograd, leaves=[x.requires_grad_() for x in own], detach=detach
+    )
     with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
         if known.recomputes:
             return window(way._replace(remembers=True))
@@ -175,7 +165,7 @@ def _by_autograd(
             if _WANTED not in str(error):
                 raise
         known.recomputes = True
-        restore(before)
+        random_state.restore(before)
         return window(way._replace(remembers=True))
 
 
@@ -183,7 +173,7 @@ _WANTED = "pureaccum: saved-tensor hooks are wanted"
 
 
 def _by_func(
-    window: Callable[[Way], T], leaves: list[Tensor], detach: Callable[[Tensor], Tensor]
+    window: Callable[[engines.Way], T], leaves: list[Tensor], detach: Callable[[Tensor], Tensor]
 ) -> T:
     """Run a window under torch.func, in grad mode on a CPU alone.
 
@@ -192,22 +182,22 @@ def _by_func(
     nothing for its backward pass.
     """
     with torch.set_grad_enabled(leaves[0].device.type == "cpu"):
-        own = without_history(leaves)
-        return _advised(window, Way(forward=by_func, leaves=own, detach=detach))
+        own = autograd.without_history(leaves)
+        return _advised(window, engines.Way(forward=engines.by_func, leaves=own, detach=detach))
 
 
-def _advised(window: Callable[[Way], T], way: Way) -> T:
+def _advised(window: Callable[[engines.Way], T], way: engines.Way) -> T:
     try:
         return window(way)
     except RuntimeError as error:
-        advise_on_vjp(error)
+        refusals.advise_on_vjp(error)
         raise
 
 
-def _followed(leaves: list[Tensor], engine: Engine) -> Way:
+def _followed(leaves: list[Tensor], engine: Engine) -> engines.Way:
     """Leaves of a result that carries an outer graph: nothing is detached."""
-    refuse_sharded(
-        [innermost(x) for x in leaves],
+    dtensors.refuse_sharded(
+        [functorch.innermost(x) for x in leaves],
         "params",
         "torch.func's transforms do not see through them: call this outside of any.",
     )
@@ -219,8 +209,8 @@ def _followed(leaves: list[Tensor], engine: Engine) -> Way:
     return as_they_are(leaves)
 
 
-def as_they_are(leaves: list[Tensor]) -> Way:
+def as_they_are(leaves: list[Tensor]) -> engines.Way:
     """A way by which what is outside follows the gradients."""
     if leaves:
-        refuse_pre_dispatch()
-    return Way(forward=under_transforms, leaves=leaves, detach=None)
+        refusals.refuse_pre_dispatch()
+    return engines.Way(forward=engines.under_transforms, leaves=leaves, detach=None)

@@ -25,19 +25,10 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from .._base.checks import here
-from .._base.deterministic import draws
-from .._base.dtensors import any_sharded, local
-from .._base.observation import observed
-from .._base.states import Refusing
-from .._base.torch_internals.autograd import leads_to, versions
-from .._base.torch_internals.kernels import memory_of
+from .._base import checks, deterministic, dtensors, observation, states, trees
+from .._base.torch_internals import autograd, kernels, module_slots, operations
 from .._base.torch_internals.modes import dispatched, transform_active, unnoticed
-from .._base.torch_internals.module_slots import BUFFERS, PARAMETERS, is_compiled_module
-from .._base.torch_internals.operations import is_taken_as_new, written_by
-from .._base.trees import paths, tree_leaves
-from .called_modules import noting_calls, origins
-from .coupling import Answer, Inquiry, Question, answers_of, may_be_asked
+from . import called_modules, coupling
 
 
 class Known:
@@ -57,7 +48,7 @@ class Known:
         # Whether it captures what requires grad, once a call has gone through: see history.py.
         self.captures: bool | None = None
         # What it, or a loss made of the same functions, has answered: see coupling.py.
-        self.answers: dict[Any, Answer] = {}
+        self.answers: dict[Any, coupling.Answer] = {}
         self.by_func = False  # whether it calls what plain autograd takes for a constant
         self.draws = self.reaches = False  # whether it was seen to draw, or to reach other ranks
         self.unseen = False  # whether it was found that its use of leaves cannot be followed
@@ -94,7 +85,7 @@ def known_of(loss: Any) -> Known:
         known = _of_losses.get(loss) or _of_losses.setdefault(loss, Known(loss))
     except TypeError:  # it has no hash, or takes no weak reference
         known = Known(loss)
-    known.answers = answers_of(loss)
+    known.answers = coupling.answers_of(loss)
     return known
 
 
@@ -109,7 +100,7 @@ def unguarded() -> Generator[None]:
 
 
 def guarding(
-    known: Known | None, *given: Given, question: Question | None = None
+    known: Known | None, *given: Given, question: coupling.Question | None = None
 ) -> AbstractContextManager[Callable[..., Any]]:
     """Guard what is given to a loss, and what it captures, while it is called.
 
@@ -159,7 +150,7 @@ class _Guard:
     )  # fmt: skip
 
     def __init__(
-        self, known: Known, given: tuple[Given, ...], question: Question | None = None
+        self, known: Known, given: tuple[Given, ...], question: coupling.Question | None = None
     ) -> None:
         self.known, self.given, self.question = known, given, question
         self.asks, self.inquiry = question is not None, None
@@ -176,23 +167,23 @@ class _Guard:
                 answer = known.answers.get((kind, question.kind))
                 if answer is not None and answer.calls + 1 < answer.due:
                     answer.calls, self.asks = answer.calls + 1, False
-        self.asks = self.asks and may_be_asked()
+        self.asks = self.asks and coupling.may_be_asked()
         return self.guarded
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and self.tensors is not None:
-            now = versions(self.tensors)
+            now = autograd.versions(self.tensors)
             if now != self.before:
                 pairs = zip(now, self.before, self.tensors, strict=True)
                 x = next(x for a, b, x in pairs if a != b)
-                name = _names(self.given).get(memory_of(local(x)))
+                name = _names(self.given).get(kernels.memory_of(dtensors.local(x)))
                 name = name or _named(x, _alive(self.known.modules))
                 raise LateWriteError(_sentence("has written to", name))
 
     def begin(self) -> None:
         """Compare versions from here on."""
         self.tensors = _tensors(self.known, self.given)
-        self.before = versions(self.tensors)
+        self.before = autograd.versions(self.tensors)
 
     def guarded(self, loss: Any, tried: Callable[..., Any] | None = None) -> Any:
         """A guarded loss; where that cannot be called twice, something else is ``tried``."""
@@ -200,7 +191,7 @@ class _Guard:
             return loss
 
         def call(*args: Any) -> Any:
-            first = not self.watched and (here.observed is not None or not dispatched())
+            first = not self.watched and (checks.here.observed is not None or not dispatched())
             if first and _goes_well(partial(tried or loss, *args), args, self.known, self.given):
                 self.note()
             elif first:  # what failed where it was observed is not called for its parts
@@ -220,16 +211,18 @@ class _Guard:
         assert question is not None
         if self.inquiry is None:  # only now are the modes of its modules known
             key = _kind(known, self.decides), question.kind
-            answer = known.answers.setdefault(key, Answer())
+            answer = known.answers.setdefault(key, coupling.Answer())
             answer.calls += 1
             due = answer.calls >= answer.due
-            if due and (known.reaches or any(any_sharded(each.leaves) for each in self.given)):
+            if due and (
+                known.reaches or any(dtensors.any_sharded(each.leaves) for each in self.given)
+            ):
                 answer.note(None, 0)
                 due = False
             if not due:
                 self.asks = False
                 return loss(*args)
-            self.inquiry = Inquiry(question, answer, known.draws, _alive(known.modules))
+            self.inquiry = coupling.Inquiry(question, answer, known.draws, _alive(known.modules))
         return self.inquiry(loss, args)
 
     def note(self) -> None:
@@ -240,9 +233,9 @@ class _Guard:
 
 def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
     """Raise for a loss that has called modules with their own parameters, and used no others."""
-    total = next(iter(tree_leaves(out)), None)
+    total = next(iter(trees.tree_leaves(out)), None)
     recorded = torch.is_grad_enabled() or transform_active()
-    if recorded and trained and isinstance(total, Tensor) and not leads_to(total, given):
+    if recorded and trained and isinstance(total, Tensor) and not autograd.leads_to(total, given):
         raise ValueError(
             "the loss depends on none of the parameters that it is given, and calls a "
             f"{type(trained[0]).__name__} with its own. Call it with those that are given: "
@@ -269,10 +262,10 @@ def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
     if known.captured:
         captured = (x for at in known.captured if (x := at()) is not None)
         # It was seen to read buffers of an earlier state, which may have been donated since.
-        tensors += [x for x in captured if not isinstance(x, Refusing)]
+        tensors += [x for x in captured if not isinstance(x, states.Refusing)]
     for at in known.themselves:
         if (module := at()) is not None:
-            tensors += [x for x in vars(module)[BUFFERS].values() if x is not None]
+            tensors += [x for x in vars(module)[module_slots.BUFFERS].values() if x is not None]
     return tensors
 
 
@@ -282,8 +275,8 @@ def _goes_well(
     """Whether a run is observed without an error; what it gives is dropped."""
     devices = {x.device for each in given for x in each.leaves if isinstance(x, Tensor)}
     observer = _Observer(known, _names(given))
-    with noting_calls(observer.note):
-        out, end = observed(run, devices, observer.before, observer.see)
+    with called_modules.noting_calls(observer.note):
+        out, end = observation.observed(run, devices, observer.before, observer.see)
     if observer.refused:  # even if the loss has caught it
         raise observer.refused[0]
     if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
@@ -313,32 +306,43 @@ class _Observer:
         self.alive: dict[Any, Tensor] = {}  # held so that no new tensor gets an old one's memory
 
     def before(self, operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        self.known.draws = self.known.draws or draws(operation, args, kwargs)
+        self.known.draws = self.known.draws or deterministic.draws(operation, args, kwargs)
         ours = self.ours
-        for x in written_by(operation, args, kwargs):
-            memory = memory_of(local(x))
+        for x in operations.written_by(operation, args, kwargs):
+            memory = kernels.memory_of(dtensors.local(x))
             if memory is not None and memory not in ours:
                 what = self.names.get(memory) or _named(x, [*self.modules])
                 what = f"{_sentence('writes to', what)}\n\nThe operation: {operation}"
                 self.refused.append(WriteError(what))
                 raise self.refused[-1]
-        if is_taken_as_new(operation):
-            ours.add(memory_of(local(args[0])))
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and (memory := memory_of(local(x))) not in ours:
+        if operations.is_taken_as_new(operation):
+            ours.add(kernels.memory_of(dtensors.local(args[0])))
+        for x in trees.tree_leaves((args, kwargs)):
+            if (
+                isinstance(x, Tensor)
+                and (memory := kernels.memory_of(dtensors.local(x))) not in ours
+            ):
                 self.alive.setdefault(memory, x)
 
     def see(self, _: tuple[Any, ...], out: Any) -> None:
-        made = (memory_of(local(x)) for x in tree_leaves(out) if isinstance(x, Tensor))
+        made = (
+            kernels.memory_of(dtensors.local(x))
+            for x in trees.tree_leaves(out)
+            if isinstance(x, Tensor)
+        )
         self.ours.update(memory for memory in made if memory not in self.alive)
 
     def note(self, module: nn.Module) -> None:
-        if not is_compiled_module(module):
-            self.modules.setdefault(origins.get(module, module))
-            if module not in origins:
-                if vars(module)[BUFFERS]:
+        if not module_slots.is_compiled_module(module):
+            self.modules.setdefault(called_modules.origins.get(module, module))
+            if module not in called_modules.origins:
+                if vars(module)[module_slots.BUFFERS]:
                     self.themselves.setdefault(module)
-                own = (x for x in vars(module)[PARAMETERS].values() if isinstance(x, nn.Parameter))
+                own = (
+                    x
+                    for x in vars(module)[module_slots.PARAMETERS].values()
+                    if isinstance(x, nn.Parameter)
+                )
                 if any(x.requires_grad for x in own):
                     self.trained.append(module)
 
@@ -348,19 +352,19 @@ def _names(given: tuple[Given, ...]) -> dict[Any, str]:
     names: dict[Any, str] = {}
     with unnoticed():
         for root, its, spec in given:
-            for x, name in zip(its, paths(spec, root), strict=True):
+            for x, name in zip(its, trees.paths(spec, root), strict=True):
                 if isinstance(x, Tensor):
-                    names.setdefault(memory_of(local(x)), name)
+                    names.setdefault(kernels.memory_of(dtensors.local(x)), name)
     return names
 
 
 def _named(x: Tensor, modules: list[nn.Module]) -> str:
     """The name of a captured tensor in a module that was called, or else how it looks."""
-    memory = memory_of(local(x))
+    memory = kernels.memory_of(dtensors.local(x))
     for module in modules:
-        for table in (PARAMETERS, BUFFERS):
+        for table in (module_slots.PARAMETERS, module_slots.BUFFERS):
             for key, tensor in vars(module)[table].items():
-                if tensor is not None and memory_of(tensor) == memory:
+                if tensor is not None and kernels.memory_of(tensor) == memory:
                     return f"{key!r} of {type(module).__name__}"
     return f"a tensor of shape {tuple(x.shape)} and {x.dtype} that was there before"
 

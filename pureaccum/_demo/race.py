@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import pureaccum as pa
 
-from .._core.auto_size import counting
+from .._core import auto_size
 
 
 Tensors = dict[str, Tensor]
@@ -191,7 +191,7 @@ def usual_loop(run: Run, cut: Microbatches) -> Iterator[Progress]:
 def _timed(
     attempt: Callable[[], float], losses: list[float], params: Callable[[], Tensors]
 ) -> Iterator[Progress]:
-    with counting() as live:  # the first attempt warms up as well
+    with auto_size.counting() as live:  # the first attempt warms up as well
         scale = attempt()
     attempts, seconds = 1, 0.0
     while True:

@@ -20,21 +20,9 @@ from rich.table import Table
 
 import pureaccum as pa
 
-from .._base.trees import tree_map
-from ..checkpoint.files import whole_file
-from .race import (
-    RATE,
-    ROWS,
-    SIZE,
-    Distance,
-    Progress,
-    Run,
-    Tensors,
-    beside,
-    loss_of,
-    network,
-    worst,
-)
+from .._base import trees
+from ..checkpoint import files
+from . import race
 
 
 # While it trains ----------------------------------------------------------------------------
@@ -50,13 +38,16 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def train_all(runs: dict[Run, Iterator[Progress]], steps: int) -> dict[Run, Progress]:
+def train_all(
+    runs: dict[race.Run, Iterator[race.Progress]], steps: int
+) -> dict[race.Run, race.Progress]:
     """Take a step of each run in turn until all have applied so many; where each then stands."""
     console = _console()
     console.print(
-        f"A network of 9,610 parameters learns {ROWS:,} handwritten digits, by the full batch and "
-        "by ragged microbatches of 1 to 200 rows; another one, with BatchNorm, by the full batch "
-        f"and {SIZE} rows at a time. A step that overflows is skipped, and taken again.\n"
+        f"A network of 9,610 parameters learns {race.ROWS:,} handwritten digits, by the full batch "
+        "and by ragged microbatches of 1 to 200 rows; another one, with BatchNorm, by the full "
+        f"batch and {race.SIZE} rows at a time. A step that overflows is skipped, and taken "
+        "again.\n"
     )
     at = {run: next(steps_of) for run, steps_of in runs.items()}
     columns = [TextColumn("{task.description:21}"), BarColumn(bar_width=12)]
@@ -82,7 +73,7 @@ def train_all(runs: dict[Run, Iterator[Progress]], steps: int) -> dict[Run, Prog
     return at
 
 
-def _line(progress: Progress) -> str:
+def _line(progress: race.Progress) -> str:
     done = len(progress.losses)
     loss = f"{progress.losses[-1]:.4f}" if done else "-"
     scale = f"{progress.scale:,.0f}" if progress.scale != 1 else "-"
@@ -98,18 +89,20 @@ def _line(progress: Progress) -> str:
 class RunSummary(NamedTuple):
     """How a run ended."""
 
-    run: Run
-    at_last: Progress
+    run: race.Run
+    at_last: race.Progress
     accuracy: float  # the share of unseen rows that it gets right
-    distance: Distance | None  # of its gradient from the full batch's, on the same parameters
+    distance: race.Distance | None  # of its gradient from the full batch's, on the same parameters
     apart: float  # its last parameters from the full batch's in the same dtype, relative to them
 
 
-def summaries(at_last: dict[Run, Progress], batch: Tensors, test: Tensors) -> list[RunSummary]:
+def summaries(
+    at_last: dict[race.Run, race.Progress], batch: race.Tensors, test: race.Tensors
+) -> list[RunSummary]:
     """How all runs ended, with some rows to train on and others to test with."""
     found: list[RunSummary] = []
     for run, progress in at_last.items():
-        fn, full = pa.functional(network(run.normed)), at_last[beside(run)]
+        fn, full = pa.functional(race.network(run.normed)), at_last[race.beside(run)]
         right = fn.apply(progress.params, (), test["x"])[0].argmax(1) == test["y"]
         difference = {key: x - full.params[key] for key, x in progress.params.items()}
         found.append(
@@ -119,7 +112,7 @@ def summaries(at_last: dict[Run, Progress], batch: Tensors, test: Tensors) -> li
                 accuracy=float(right.float().mean()),
                 distance=None
                 if run.cut == "whole"
-                else worst(run, [fn.params, full.params], batch),
+                else race.worst(run, [fn.params, full.params], batch),
                 apart=float(pa.global_norm(difference) / pa.global_norm(full.params)),
             )
         )
@@ -147,7 +140,7 @@ def conclude(found: Sequence[RunSummary], unequal: int) -> None:
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for it, after in zip(found, [*found[1:], None], strict=True):
-        last = after is None or beside(after.run) != beside(it.run)
+        last = after is None or race.beside(after.run) != race.beside(it.run)
         table.add_row(it.run.name, *(cell(it) for cell in COLUMNS.values()), end_section=last)
     console = _console()
     console.print()
@@ -170,7 +163,7 @@ def _bound(it: RunSummary) -> str:
 
 # The picture ---------------------------------------------------------------------------------
 
-SIZES = (50, 100, 200, 500, ROWS)
+SIZES = (50, 100, 200, 500, race.ROWS)
 BLUE, ORANGE, GREY = "#0b62a4", "#c8641b", "#999999"
 STYLES: dict[str, dict[str, Any]] = {  # the wide lines lie below the narrow ones
     "full batch": {"color": BLUE, "linewidth": 6, "alpha": 0.3},
@@ -184,7 +177,7 @@ STYLES: dict[str, dict[str, Any]] = {  # the wide lines lie below the narrow one
 LEAST = 1e-8  # the smallest distance that is drawn: none at all has no place on a log scale
 
 
-def draw(found: Sequence[RunSummary], batch: Tensors, path: Path) -> None:
+def draw(found: Sequence[RunSummary], batch: race.Tensors, path: Path) -> None:
     """Write the picture to a file."""
     figure = Figure(figsize=(14, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
@@ -192,11 +185,11 @@ def draw(found: Sequence[RunSummary], batch: Tensors, path: Path) -> None:
     _losses(left, {run: it for run, it in losses.items() if not run.normed})
     _distances(middle, {run: it for run, it in losses.items() if run.normed})
     _memory(right, batch)
-    with whole_file(path) as file:
+    with files.whole_file(path) as file:
         figure.savefig(file, format="png", dpi=140)
 
 
-def _losses(axes: Axes, losses: dict[Run, Sequence[float]]) -> None:
+def _losses(axes: Axes, losses: dict[race.Run, Sequence[float]]) -> None:
     for run, values in sorted(losses.items(), key=lambda it: [*STYLES].index(it[0].name)):
         axes.plot(range(1, len(values) + 1), values, label=run.name, **STYLES[run.name])
     axes.set(yscale="log", xlabel="steps applied", ylabel="loss of the whole batch")
@@ -204,31 +197,35 @@ def _losses(axes: Axes, losses: dict[Run, Sequence[float]]) -> None:
     axes.legend(frameon=False)
 
 
-def _distances(axes: Axes, losses: dict[Run, Sequence[float]]) -> None:
+def _distances(axes: Axes, losses: dict[race.Run, Sequence[float]]) -> None:
     """Loss curves are too near to be told apart, so that what is drawn is how near they are."""
     for run, values in losses.items():
-        if run != beside(run):
-            pairs = zip(values, losses[beside(run)], strict=True)
+        if run != race.beside(run):
+            pairs = zip(values, losses[race.beside(run)], strict=True)
             off = [max(LEAST, abs(loss / full - 1)) for loss, full in pairs]
             axes.plot(range(1, len(off) + 1), off, label=run.name, **STYLES[run.name])
     axes.set(yscale="log", xlabel="steps applied", ylim=(LEAST, 1))
     axes.set_ylabel("loss, off from the full batch's by")
-    axes.set_title(f"Through BatchNorm too, {SIZE} rows at a time")
+    axes.set_title(f"Through BatchNorm too, {race.SIZE} rows at a time")
     axes.legend(frameon=False, loc="center right")
     axes.grid(color=GREY, alpha=0.3, linewidth=0.5)
 
 
-def _memory(axes: Axes, batch: Tensors) -> None:
-    net = network()
+def _memory(axes: Axes, batch: race.Tensors) -> None:
+    net = race.network()
     for name, color, policy in (
         ("float32", BLUE, None),
         ("float16", ORANGE, pa.Policy(compute=torch.float16)),
     ):
         bytes_: list[int] = []
         for size in SIZES:
-            step = pa.make_step(loss_of(net), pa.adamw(RATE), microbatch_size=size, policy=policy)
+            step = pa.make_step(
+                race.loss_of(net), pa.adamw(race.RATE), microbatch_size=size, policy=policy
+            )
             state = step.init(pa.functional(net).params)
-            imagined = pa.memory_report(step, *tree_map(lambda x: x.to("meta"), (state, batch)))
+            imagined = pa.memory_report(
+                step, *trees.tree_map(lambda x: x.to("meta"), (state, batch))
+            )
             bytes_.append(imagined.predicted.beyond_arguments)
         axes.plot(SIZES, [it / 1e6 for it in bytes_], "o-", color=color, label=name, markersize=4)
     axes.set(xscale="log", yscale="log", xlabel="rows in a microbatch")

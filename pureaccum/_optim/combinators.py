@@ -17,34 +17,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import check_number, check_same_structure, read_params, read_tensors
-from .._base.dtensors import any_sharded
-from .._base.settings import note_maker, records
+from .._base import checks, dtensors, settings, trees
 from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals.kernels import foreach_mul_
-from .._base.torch_internals.modes import may_write
-from .._base.trees import (
-    Flat,
-    Tree,
-    at_once,
-    flatten,
-    global_norm,
-    paths,
-    scalars_of,
-    tree_leaves,
-    unflatten,
-    where,
-)
-from .updates import (
-    Applied,
-    Begin,
-    Optimizer,
-    Ready,
-    both_sound,
-    fitting,
-    fitting_gradients,
-    optimizer_of,
-)
+from .._base.torch_internals import kernels, modes
+from . import updates
 
 
 # Gradient maps -------------------------------------------------------------------------------
@@ -61,12 +37,12 @@ class GradientMap(NamedTuple):
             norm, where it does nothing else; otherwise None.
     """
 
-    init: Callable[[Tree], Any]
-    update: Callable[..., tuple[Tree, Any]]
+    init: Callable[[trees.Tree], Any]
+    update: Callable[..., tuple[trees.Tree, Any]]
     factor: Callable[[Tensor], Tensor] | None = None
 
 
-@records
+@settings.records
 def clip_by_global_norm(max_norm: float) -> GradientMap:
     """Scale gradients down to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -87,9 +63,9 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         `torch.nn.utils.clip_grad_norm_
         <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html>`_
     """
-    max_norm = check_number(max_norm, "max_norm", "a number above zero", lambda it: it > 0)
+    max_norm = checks.check_number(max_norm, "max_norm", "a number above zero", lambda it: it > 0)
 
-    def init(params: Tree) -> tuple[()]:
+    def init(params: trees.Tree) -> tuple[()]:
         """No state."""
         return ()
 
@@ -98,21 +74,23 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         # torch's formula, small constant included: the same bits
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
+    def update(
+        grads: trees.Tree, state: tuple[()], *, donate: bool = False
+    ) -> tuple[trees.Tree, tuple[()]]:
         """The gradients scaled down, and no state."""
-        leaves, spec = flatten(grads)
-        scaled = _scaled(leaves, factor_of(global_norm(grads)), donate)
-        own = donate and may_write()
-        return unflatten(spec, hand_over(leaves, scaled) if own else scaled), ()
+        leaves, spec = trees.flatten(grads)
+        scaled = _scaled(leaves, factor_of(trees.global_norm(grads)), donate)
+        own = donate and modes.may_write()
+        return trees.unflatten(spec, hand_over(leaves, scaled) if own else scaled), ()
 
     return GradientMap(init, update, factor_of)
 
 
 def _scaled(grads: list[Tensor], factor: Tensor, donate: bool) -> list[Tensor]:
     """Gradients times a number, in their own memory where they are given up."""
-    of, own = scalars_of(factor), donate and may_write()
-    if own and at_once(grads) and not any_sharded(grads):
-        foreach_mul_(grads, of(grads[0]))
+    of, own = trees.scalars_of(factor), donate and modes.may_write()
+    if own and trees.at_once(grads) and not dtensors.any_sharded(grads):
+        kernels.foreach_mul_(grads, of(grads[0]))
         return grads
     return [x.mul_(of(x)) if own else x * of(x) for x in grads]
 
@@ -120,8 +98,8 @@ def _scaled(grads: list[Tensor], factor: Tensor, donate: bool) -> list[Tensor]:
 # A chain -------------------------------------------------------------------------------------
 
 
-@records
-def chain(*parts: Any) -> Optimizer:
+@settings.records
+def chain(*parts: Any) -> updates.Optimizer:
     """Put gradient maps before an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
 
     The rule::
@@ -160,11 +138,11 @@ def chain(*parts: Any) -> Optimizer:
     *maps, last = parts
     optimizer = as_optimizer(last, "the last part of chain")
 
-    def init(params: Tree) -> tuple[Any, ...]:
+    def init(params: trees.Tree) -> tuple[Any, ...]:
         """The states of all parts before the first step."""
         return (*(map.init(params) for map in maps), optimizer.init(params))
 
-    def check(state: Any, params: Flat, root: str) -> Begin:
+    def check(state: Any, params: trees.Flat, root: str) -> updates.Begin:
         """Check that a state is one of this chain, and that its last part fits these params."""
         if not isinstance(state, tuple) or len(state) != len(parts):
             came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
@@ -174,20 +152,20 @@ def chain(*parts: Any) -> Optimizer:
             )
         return partial(begin, optimizer.check(state[-1], params, f"{root}[{len(maps)}]"))
 
-    def begin(begin_last: Begin, state: Any, params: Flat) -> Ready:
+    def begin(begin_last: updates.Begin, state: Any, params: trees.Flat) -> updates.Ready:
         """A step of the chain before it is taken."""
         last = begin_last(state[-1], params)
-        return Ready(last.sound, partial(step, state, params, last))
+        return updates.Ready(last.sound, partial(step, state, params, last))
 
     def step(
         state: tuple[Any, ...],
-        params: Flat,
-        last: Ready,
+        params: trees.Flat,
+        last: updates.Ready,
         grads: list[Tensor],
-        applied: Applied,
+        applied: updates.Applied,
         donate: bool,
         norm: Tensor | None,
-    ) -> tuple[Tree, tuple[Any, ...]]:
+    ) -> tuple[trees.Tree, tuple[Any, ...]]:
         new: list[Any] = []
         for map, old in zip(maps, state, strict=False):
             norm, known = None, norm
@@ -195,22 +173,22 @@ def chain(*parts: Any) -> Optimizer:
                 grads, later = _scaled(grads, map.factor(known), donate), old
             else:
                 knobs = {"donate": donate} if isinstance(map, GradientMap) else {}
-                tree, later = map.update(unflatten(params[1], grads), old, **knobs)
+                tree, later = map.update(trees.unflatten(params[1], grads), old, **knobs)
                 cause = f"update of {_named(map)} has to return gradients like those it got."
-                grads = fitting_gradients(tree, params, "its grads", cause)
-            new.append(where(applied, later, old))
+                grads = updates.fitting_gradients(tree, params, "its grads", cause)
+            new.append(trees.where(applied, later, old))
         stepped, kept = last.apply(grads, applied, donate, norm)
         return stepped, (*new, kept)
 
-    return optimizer_of(init, check, in_graphs=optimizer.in_graphs)
+    return updates.optimizer_of(init, check, in_graphs=optimizer.in_graphs)
 
 
 # Optimizers of anybody's ---------------------------------------------------------------------
 
 
-def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
+def as_optimizer(optimizer: Any, what: str = "optimizer") -> updates.Optimizer:
     """The optimizer itself, or anybody's as one that keeps all where a step is not applied."""
-    if isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, updates.Optimizer):
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer) or (
         isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
@@ -229,32 +207,32 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
 
     plain: Callable[..., Any] = optimizer.apply
 
-    def begin(state: Any, params: Flat) -> Ready:
-        return Ready(True, partial(step, state, params))  # nobody knows its learning rate
+    def begin(state: Any, params: trees.Flat) -> updates.Ready:
+        return updates.Ready(True, partial(step, state, params))  # nobody knows its learning rate
 
     def step(
         state: Any,
-        params: Flat,
+        params: trees.Flat,
         grads: list[Tensor],
-        applied: Applied,
+        applied: updates.Applied,
         donate: bool,
         norm: Tensor | None,
-    ) -> tuple[Tree, Any]:
+    ) -> tuple[trees.Tree, Any]:
         leaves, spec = params
-        old = unflatten(spec, leaves), state
-        new: Any = plain(unflatten(spec, grads), state, old[0])
+        old = trees.unflatten(spec, leaves), state
+        new: Any = plain(trees.unflatten(spec, grads), state, old[0])
         came = "what apply returned"
         cause = "apply(grads, state, params) has to return (params, state) as they were."
-        after = read_tensors(new, came, cause)[1]
-        check_same_structure(flatten(old)[1], after, "what apply got", came, cause)
-        fitting(new[0], params, (f"{came}[0]", "params"), cause)
-        new = where(applied, tuple(new), old)
-        if donate and may_write():
-            new = unflatten(after, hand_over(tree_leaves(old), tree_leaves(new)))
+        after = checks.read_tensors(new, came, cause)[1]
+        checks.check_same_structure(trees.flatten(old)[1], after, "what apply got", came, cause)
+        updates.fitting(new[0], params, (f"{came}[0]", "params"), cause)
+        new = trees.where(applied, tuple(new), old)
+        if donate and modes.may_write():
+            new = trees.unflatten(after, hand_over(trees.tree_leaves(old), trees.tree_leaves(new)))
         return new
 
-    made = optimizer_of(partial(optimizer.init), lambda state, params, root: begin)
-    note_maker(made, type(optimizer).__qualname__, {"apply": plain})
+    made = updates.optimizer_of(partial(optimizer.init), lambda state, params, root: begin)
+    settings.note_maker(made, type(optimizer).__qualname__, {"apply": plain})
     return made
 
 
@@ -270,8 +248,10 @@ def _named(thing: Any) -> str:
 # A partition ---------------------------------------------------------------------------------
 
 
-@records
-def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]) -> Optimizer:
+@settings.records
+def partition(
+    optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
+) -> updates.Optimizer:
     """Give each leaf the optimizer of its label: no weight decay on biases and norms, say.
 
     The rule::
@@ -309,15 +289,15 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     }
     positions = partial(_positions, known, label_of_path)
 
-    def init(params: Tree) -> dict[str, Any]:
+    def init(params: trees.Tree) -> dict[str, Any]:
         """The state of each label before the first step."""
-        leaves, spec = read_params(params)
+        leaves, spec = checks.read_params(params)
         return {
             label: known[label].init({path: leaves[i] for path, i in at.items()})
             for label, at in positions(spec).items()
         }
 
-    def check(state: Any, params: Flat, root: str) -> Begin:
+    def check(state: Any, params: trees.Flat, root: str) -> updates.Begin:
         """Check that a state has those of all labels in use, and that they fit these params."""
         of_label = positions(params[1])
         if not isinstance(state, dict) or set(state) != set(of_label):
@@ -333,7 +313,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         return partial(_begin_all, of_label, begins)
 
     in_graphs = all(it.in_graphs for it in known.values())
-    return optimizer_of(init, check, in_graphs=in_graphs)
+    return updates.optimizer_of(init, check, in_graphs=in_graphs)
 
 
 Positions = dict[str, dict[str, int]]  # of the leaves of each label: from path to position
@@ -352,7 +332,7 @@ def _positions(
             )
         before = found.setdefault(label, {})
         if path in before:
-            one, other = (paths(spec, "params")[j] for j in (before[path], i))
+            one, other = (trees.paths(spec, "params")[j] for j in (before[path], i))
             raise ValueError(
                 f"{one} and {other} have the same path, {path!r}; expected keys whose names, "
                 "joined by dots, tell leaves apart."
@@ -361,7 +341,9 @@ def _positions(
     return found
 
 
-def _begin_all(of_label: Positions, begins: dict[str, Begin], state: Any, params: Flat) -> Ready:
+def _begin_all(
+    of_label: Positions, begins: dict[str, updates.Begin], state: Any, params: trees.Flat
+) -> updates.Ready:
     """The steps of all labels before any is taken: all of them are, or none."""
     leaves, spec = params
     begun = {
@@ -369,11 +351,11 @@ def _begin_all(of_label: Positions, begins: dict[str, Begin], state: Any, params
     }
 
     def step(
-        grads: list[Tensor], applied: Applied, donate: bool, norm: Tensor | None
-    ) -> tuple[Tree, dict[str, Any]]:
+        grads: list[Tensor], applied: updates.Applied, donate: bool, norm: Tensor | None
+    ) -> tuple[trees.Tree, dict[str, Any]]:
         new = list(leaves)
         states: dict[str, Any] = {}
-        given_up = [*leaves, *tree_leaves(state)]
+        given_up = [*leaves, *trees.tree_leaves(state)]
         try:
             for label, at in of_label.items():
                 given = _picked(grads, at)[0], applied, donate, None
@@ -384,11 +366,11 @@ def _begin_all(of_label: Positions, begins: dict[str, Begin], state: Any, params
             if states and donate:  # what the first ones gave up is lost
                 mark(given_up, Spoiled)
             raise
-        return unflatten(spec, new), states
+        return trees.unflatten(spec, new), states
 
-    return Ready(reduce(both_sound, (one.sound for one in begun.values())), step)
+    return updates.Ready(reduce(updates.both_sound, (one.sound for one in begun.values())), step)
 
 
-def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> Flat:
+def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> trees.Flat:
     """The leaves at some positions, as a dict of them by their paths that is taken apart."""
-    return flatten({path: leaves[i] for path, i in at.items()})
+    return trees.flatten({path: leaves[i] for path, i in at.items()})

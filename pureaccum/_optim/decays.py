@@ -15,24 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import LARGEST_INT, check_choice, check_int, check_number
-from .._base.settings import records
-from .schedules import (
-    COUNT,
-    Schedule,
-    as_rate,
-    check_increasing,
-    count_within,
-    half_cosine,
-    read_rate,
-    steps_of,
-)
+from .._base import checks, settings
+from . import schedules
 
 
-@records
+@settings.records
 def step_decay(
     peak: float | Tensor, steps: int | Sequence[int], factor: float | Tensor = 0.1
-) -> Schedule:
+) -> schedules.Schedule:
     """Multiply the rate by ``factor`` after every so many steps, or at each of several counts.
 
     The rule: ``rate(count) = peak * factor ** passed``, where ``passed`` is ``count // steps``, or
@@ -55,28 +45,28 @@ def step_decay(
     References:
         `torch.optim.lr_scheduler.MultiStepLR <https://docs.pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.MultiStepLR.html>`_
     """
-    peak, factor = read_rate("peak", peak), read_rate("factor", factor)
+    peak, factor = schedules.read_rate("peak", peak), schedules.read_rate("factor", factor)
     if isinstance(steps, Sequence):
-        at, every = check_increasing(steps, "steps"), 0
+        at, every = schedules.check_increasing(steps, "steps"), 0
     else:
-        expected = f"{COUNT}, or several of them in a list"
-        at, every = [], check_int(steps, "steps", expected, 1, LARGEST_INT)
+        expected = f"{schedules.COUNT}, or several of them in a list"
+        at, every = [], checks.check_int(steps, "steps", expected, 1, checks.LARGEST_INT)
 
     def rate(count: Tensor) -> Tensor:
-        count = steps_of(count)
+        count = schedules.steps_of(count)
         if every:
             passed = torch.div(count, every, rounding_mode="floor").double()
         else:
-            passed = sum(((count >= step).double() for step in at), as_rate(0.0, count))
-        return as_rate(peak, count) * as_rate(factor, count) ** passed
+            passed = sum(((count >= step).double() for step in at), schedules.as_rate(0.0, count))
+        return schedules.as_rate(peak, count) * schedules.as_rate(factor, count) ** passed
 
     return rate
 
 
-@records
+@settings.records
 def exponential_decay(
     peak: float | Tensor, factor: float | Tensor, steps: int = 1, end: float | Tensor = 0.0
-) -> Schedule:
+) -> schedules.Schedule:
     """Multiply the rate by ``factor`` in the course of every ``steps`` steps, down to ``end``.
 
     The rule: ``rate(count) = max(peak * factor ** (count / steps), end)``.
@@ -97,8 +87,12 @@ def exponential_decay(
     References:
         `torch.optim.lr_scheduler.ExponentialLR <https://docs.pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.ExponentialLR.html>`_
     """
-    peak, factor, end = read_rate("peak", peak), read_rate("factor", factor), read_rate("end", end)
-    steps = check_int(steps, "steps", COUNT, 1, LARGEST_INT)
+    peak, factor, end = (
+        schedules.read_rate("peak", peak),
+        schedules.read_rate("factor", factor),
+        schedules.read_rate("end", end),
+    )
+    steps = checks.check_int(steps, "steps", schedules.COUNT, 1, checks.LARGEST_INT)
     if isinstance(peak, float) and isinstance(end, float) and end > peak:
         raise ValueError(
             f"end is {end!r}, above peak={peak!r}; expected it at most there: no rate is below it. "
@@ -106,14 +100,14 @@ def exponential_decay(
         )
 
     def rate(count: Tensor) -> Tensor:
-        power = as_rate(factor, count) ** (count_within(count) / steps)
-        now, least = as_rate(peak, count) * power, as_rate(end, count)
+        power = schedules.as_rate(factor, count) ** (schedules.count_within(count) / steps)
+        now, least = schedules.as_rate(peak, count) * power, schedules.as_rate(end, count)
         return torch.where(now < least, least, now)
 
     return rate
 
 
-@records
+@settings.records
 def one_cycle(
     peak: float | Tensor,
     steps: int,
@@ -123,7 +117,7 @@ def one_cycle(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
     three_phase: bool = False,
-) -> Schedule:
+) -> schedules.Schedule:
     """Go up to ``peak`` and down to a far lower rate, as the learning rate of torch's OneCycleLR.
 
     The rule, along half a cosine or in a straight line from each rate to the next::
@@ -158,29 +152,34 @@ def one_cycle(
         Smith and Topin, `Super-convergence <https://arxiv.org/abs/1708.07120>`_, 2018;
         ``torch.optim.lr_scheduler.OneCycleLR``
     """
-    peak = read_rate("peak", peak)
-    steps = check_int(steps, "steps", COUNT, 1, LARGEST_INT)
-    check_choice(anneal_strategy, ("cos", "linear"), "anneal_strategy")
-    check_choice(three_phase, (False, True), "three_phase")
+    peak = schedules.read_rate("peak", peak)
+    steps = checks.check_int(steps, "steps", schedules.COUNT, 1, checks.LARGEST_INT)
+    checks.check_choice(anneal_strategy, ("cos", "linear"), "anneal_strategy")
+    checks.check_choice(three_phase, (False, True), "three_phase")
     most, expected = (0.5, "a half, since there is as long a way back") if three_phase else (1, "1")
     expected = f"a share of the steps from 0 to {expected}"
-    pct_start = check_number(pct_start, "pct_start", expected, lambda it: 0 <= it <= most)
+    pct_start = checks.check_number(pct_start, "pct_start", expected, lambda it: 0 <= it <= most)
     div_factor = _check_divisor("div_factor", div_factor)
     final_div_factor = _check_divisor("final_div_factor", final_div_factor)
     # torch's arithmetic: the same step on either side of each
     ends = [pct_start * steps - 1, *[2 * pct_start * steps - 2] * three_phase, float(steps - 1)]
 
     def rate(count: Tensor) -> Tensor:
-        count = count_within(count, steps - 1)
-        top = as_rate(peak, count)
-        start = top / as_rate(div_factor, count)
-        rates = [start, top, *[start] * three_phase, start / as_rate(final_div_factor, count)]
+        count = schedules.count_within(count, steps - 1)
+        top = schedules.as_rate(peak, count)
+        start = top / schedules.as_rate(div_factor, count)
+        rates = [
+            start,
+            top,
+            *[start] * three_phase,
+            start / schedules.as_rate(final_div_factor, count),
+        ]
         chosen = rates[-1]
         phases = zip(itertools.pairwise((0.0, *ends)), itertools.pairwise(rates), strict=True)
         for (begin, end), (first, last) in reversed(list(phases)):
             length = end - begin
             left = ((end - count) / length).clamp(0, 1) if length else torch.zeros_like(count)
-            left = half_cosine(left) if anneal_strategy == "cos" else left
+            left = schedules.half_cosine(left) if anneal_strategy == "cos" else left
             chosen = torch.where(count <= end, torch.lerp(last, first, left), chosen)
         return chosen
 
@@ -188,4 +187,6 @@ def one_cycle(
 
 
 def _check_divisor(name: str, value: Any) -> float:
-    return check_number(value, name, "a finite number above zero", lambda it: 0 < it < torch.inf)
+    return checks.check_number(
+        value, name, "a finite number above zero", lambda it: 0 < it < torch.inf
+    )

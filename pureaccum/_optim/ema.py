@@ -14,35 +14,13 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    check_number,
-    check_state,
-    here,
-    read_tensors,
-)
-from .._base.dtensors import closed, opened, placed_like
-from .._base.states import loadable
-from .._base.torch_internals.functorch import any_tangent
-from .._base.torch_internals.kernels import foreach_lerp
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import (
-    Flat,
-    Tree,
-    accumulation_dtype,
-    at_once,
-    continuous,
-    known,
-    moved,
-    on_host,
-    paths,
-    scalars_of,
-    unflatten,
-)
-from .schedules import Schedule, rate_at
+from .._base import checks, dtensors, states, trees
+from .._base.torch_internals import functorch, kernels, modes
+from . import schedules
 from .updates import fitting, refuse_graph
 
 
-@loadable
+@states.loadable
 class EmaState(NamedTuple):
     """An average of parameters.
 
@@ -51,7 +29,7 @@ class EmaState(NamedTuple):
         updates: How many updates there were, a 0-d int64 tensor.
     """
 
-    params: Tree
+    params: trees.Tree
     updates: Tensor
 
 
@@ -64,11 +42,11 @@ class Ema(NamedTuple):
             0-d bool tensor, is false, all of it comes back bit for bit as it was.
     """
 
-    init: Callable[[Tree], EmaState]
+    init: Callable[[trees.Tree], EmaState]
     update: Callable[..., EmaState]
 
 
-def ema(decay: float | Schedule) -> Ema:
+def ema(decay: float | schedules.Schedule) -> Ema:
     """Average parameters over the steps of training, the latest with the largest weight.
 
     The rule, after a first update that takes the parameters as they are::
@@ -107,26 +85,29 @@ def ema(decay: float | Schedule) -> Ema:
     """
     if not callable(decay):
         expected = "a number from 0, and below 1, or a function of the number of updates"
-        decay = check_number(decay, "decay", expected, lambda it: 0 <= it < 1)
+        decay = checks.check_number(decay, "decay", expected, lambda it: 0 <= it < 1)
 
-    def init(params: Tree) -> EmaState:
+    def init(params: trees.Tree) -> EmaState:
         """A copy of the parameters, before any update."""
         leaves, spec = _read_leaves(params)
         with _without_graph(leaves):
-            parts, layouts = opened(leaves)
+            parts, layouts = dtensors.opened(leaves)
             copies = [x.to(_kept_dtype(x), copy=True) for x in parts]
         updates = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
-        return EmaState(unflatten(spec, closed(copies, layouts)), updates)
+        return EmaState(trees.unflatten(spec, dtensors.closed(copies, layouts)), updates)
 
-    def update(state: EmaState, params: Tree, applied: Tensor | None = None) -> EmaState:
+    def update(state: EmaState, params: trees.Tree, applied: Tensor | None = None) -> EmaState:
         """The average with one more set of parameters."""
-        check_state(state, EmaState, "ema")
-        old, spec = kept = read_tensors(state.params, "state.params", _CAUSE)
+        checks.check_state(state, EmaState, "ema")
+        old, spec = kept = checks.read_tensors(state.params, "state.params", _CAUSE)
         leaves = fitting(params, kept, ("params", "state.params"), _CAUSE)
         _check_kinds(leaves, old, spec)
         counts = True if applied is None else _seen(_check_flag(applied))
         with _without_graph([*leaves, *old]):
-            (parts, layouts), latest = opened(old), opened(placed_like(leaves, old))[0]
+            (parts, layouts), latest = (
+                dtensors.opened(old),
+                dtensors.opened(dtensors.placed_like(leaves, old))[0],
+            )
             if counts is False:
                 new = [x.clone() for x in parts]
             else:
@@ -134,9 +115,9 @@ def ema(decay: float | Schedule) -> Ema:
                 new = _averaged(parts, latest, 1 - keep, _seen(state.updates == 0))
             if isinstance(counts, Tensor):
                 pairs = zip(new, parts, strict=True)
-                new = [torch.where(moved(counts, x.device), x, y) for x, y in pairs]
-        more = counts if isinstance(counts, bool) else moved(counts, state.updates.device)
-        return EmaState(unflatten(spec, closed(new, layouts)), state.updates + more)
+                new = [torch.where(trees.moved(counts, x.device), x, y) for x, y in pairs]
+        more = counts if isinstance(counts, bool) else trees.moved(counts, state.updates.device)
+        return EmaState(trees.unflatten(spec, dtensors.closed(new, layouts)), state.updates + more)
 
     return Ema(init, update)
 
@@ -150,32 +131,32 @@ def _averaged(
     """The average of each leaf, with such a share of the latest; the first is the latest itself."""
     if first is True:
         return [y.to(x.dtype, copy=True) for x, y in zip(old, latest, strict=True)]
-    if isinstance(share, float) and at_once([*old, *latest]):
-        new = [*foreach_lerp(old, latest, share)]
+    if isinstance(share, float) and trees.at_once([*old, *latest]):
+        new = [*kernels.foreach_lerp(old, latest, share)]
     else:
-        of = scalars_of(share)
+        of = trees.scalars_of(share)
         new = [_mean(x, y, of) for x, y in zip(old, latest, strict=True)]
     if isinstance(first, Tensor):
         pairs = zip(latest, new, strict=True)
-        new = [torch.where(moved(first, x.device), y.to(x.dtype), x) for y, x in pairs]
+        new = [torch.where(trees.moved(first, x.device), y.to(x.dtype), x) for y, x in pairs]
     return new
 
 
 def _mean(x: Tensor, y: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
     """A leaf's average with a share of the latest; the latest of what is no number to average."""
-    if not continuous(x):
+    if not trees.continuous(x):
         return y.clone()
     return torch.lerp(x, y.to(x.dtype), share_of(x).to(x.dtype))  # a complex leaf asks for its own
 
 
-def _decay_at(decay: Schedule, updates: Tensor) -> Any:
+def _decay_at(decay: schedules.Schedule, updates: Tensor) -> Any:
     """What an average keeps of itself, by a function: a number where the host has it."""
-    return on_host(rate_at(decay, updates, "decay").double())[0]
+    return trees.on_host(schedules.rate_at(decay, updates, "decay").double())[0]
 
 
 def _seen(flag: Tensor) -> Any:
     """A flag as a bool where the host can look, for all members of a vmap."""
-    return flag if (told := known(flag)) is None else told
+    return flag if (told := trees.known(flag)) is None else told
 
 
 def _check_flag(applied: Any) -> Tensor:
@@ -195,9 +176,9 @@ def _check_flag(applied: Any) -> Tensor:
 _CAUSE = "An average belongs to the params that it was made from by init."
 
 
-def _read_leaves(params: Tree) -> Flat:
+def _read_leaves(params: trees.Tree) -> trees.Flat:
     """Flatten parameters, buffers or both, or say which leaf is no tensor."""
-    leaves, spec = read_tensors(params, "params", "Settings and modules cannot be averaged.")
+    leaves, spec = checks.read_tensors(params, "params", "Settings and modules cannot be averaged.")
     if not leaves:
         raise ValueError("params has no leaves, so there is nothing to average.")
     return leaves, spec
@@ -205,7 +186,7 @@ def _read_leaves(params: Tree) -> Flat:
 
 def _kept_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a leaf's average."""
-    return accumulation_dtype(x.dtype) if continuous(x) else x.dtype
+    return trees.accumulation_dtype(x.dtype) if trees.continuous(x) else x.dtype
 
 
 def _check_kinds(leaves: list[Tensor], old: list[Tensor], spec: optree.PyTreeSpec) -> None:
@@ -213,15 +194,15 @@ def _check_kinds(leaves: list[Tensor], old: list[Tensor], spec: optree.PyTreeSpe
     for i, (x, kept) in enumerate(zip(leaves, old, strict=True)):
         if _kept_dtype(x) != kept.dtype or x.device != kept.device:
             raise ValueError(
-                f"{paths(spec, 'params')[i]} is {x.dtype} on {x.device}; its average is "
+                f"{trees.paths(spec, 'params')[i]} is {x.dtype} on {x.device}; its average is "
                 f"{kept.dtype} on {kept.device}, and expected what init made that of. {_CAUSE}"
             )
 
 
 def _without_graph(leaves: list[Tensor]) -> AbstractContextManager[Any]:
     """Record nothing by plain autograd: every average would keep the graph of all before it."""
-    if transform_active() or any_tangent(leaves):
+    if modes.transform_active() or functorch.any_tangent(leaves):
         return nullcontext()
-    if here.backward is not None:
+    if checks.here.backward is not None:
         refuse_graph("an average by ema", leaves)
     return torch.no_grad()

@@ -15,20 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_same_structure, check_state, outside_inference_mode, read_params
+from .._base import checks, states, trees
 from .._base.settings import records
-from .._base.states import Spoiled, loadable, mark, taken, with_settings
-from .._base.torch_internals.functorch import any_tangent
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
-from .schedules import check_held, is_sound, rate_at, refuse_scheduler
-from .updates import BELONGS, Applied, Begin, Optimizer, Ready, optimizer_of
+from .._base.torch_internals import functorch, modes
+from . import schedules, updates
 
 
 StatePath = tuple[Any, ...]
 
 
-@loadable
+@states.loadable
 class TorchState(NamedTuple):
     """The state of an optimizer of torch, its numbers as 0-d tensors.
 
@@ -44,7 +40,7 @@ class TorchState(NamedTuple):
 
 
 @records
-def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
+def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> updates.Optimizer:
     """Turn an optimizer class of torch, or of anyone who follows torch, into pure functions.
 
     The rule::
@@ -71,17 +67,17 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         `torch.optim <https://docs.pytorch.org/docs/stable/optim.html>`_
     """
     _check_class(cls)
-    refuse_scheduler(settings.get("lr"))
+    schedules.refuse_scheduler(settings.get("lr"))
     made = _Class(cls, settings, settings.get("lr"), {})
     # not the methods themselves, which note no settings
-    return optimizer_of(partial(made.init), made.check, in_graphs=False)
+    return updates.optimizer_of(partial(made.init), made.check, in_graphs=False)
 
 
 @contextmanager
 def _plainly() -> Generator[None]:
     """Leave inference mode; what a class makes on no device in particular is on the CPU."""
     here = torch.get_default_device().type == "cpu"
-    with outside_inference_mode(), nullcontext() if here else torch.device("cpu"):
+    with checks.outside_inference_mode(), nullcontext() if here else torch.device("cpu"):
         yield
 
 
@@ -100,54 +96,54 @@ class _Class(NamedTuple):
     lr: Any
     kinds: dict[Any, dict[StatePath, Any]]
 
-    def init(self, params: Tree) -> TorchState:
+    def init(self, params: trees.Tree) -> TorchState:
         """The state before the first step, in the structure that it has after that step."""
-        leaves, spec = read_params(params)
+        leaves, spec = checks.read_params(params)
         _refuse_transforms(self.cls, leaves)
         if isinstance(self.lr, (int, float)):
-            check_held(self.lr, leaves, spec)
+            schedules.check_held(self.lr, leaves, spec)
         with _plainly():
             per_leaf, group, defaults = self.first_step(leaves)
-            count = with_settings(torch.zeros((), dtype=torch.int64, device="cpu"), defaults)
-            return TorchState(count, tree_map(torch.zeros_like, per_leaf), group)
+            count = states.with_settings(torch.zeros((), dtype=torch.int64, device="cpu"), defaults)
+            return TorchState(count, trees.tree_map(torch.zeros_like, per_leaf), group)
 
-    def check(self, state: Any, params: Flat, root: str) -> Begin:
+    def check(self, state: Any, params: trees.Flat, root: str) -> updates.Begin:
         """Check that a state is one of this class and of these params."""
-        check_state(state, TorchState, f"from_torch({self.cls.__name__})", root)
+        checks.check_state(state, TorchState, f"from_torch({self.cls.__name__})", root)
         if len(state.per_leaf) != len(params[0]):
             raise ValueError(
                 f"{root}.per_leaf has {len(state.per_leaf)} entries for {len(params[0])} leaves of "
-                f"params. {BELONGS}"
+                f"params. {updates.BELONGS}"
             )
         return self.begin
 
-    def begin(self, state: Any, params: Flat) -> Ready:
+    def begin(self, state: Any, params: trees.Flat) -> updates.Ready:
         """A step of the class before it is taken."""
         _refuse_transforms(self.cls, [])
         with _plainly():
             lr = self.lr
-            rate = rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
-            sound = not isinstance(rate, Tensor) or is_sound(rate, params[0])
-        return Ready(sound, partial(self.step, state, params, rate))
+            rate = schedules.rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
+            sound = not isinstance(rate, Tensor) or schedules.is_sound(rate, params[0])
+        return updates.Ready(sound, partial(self.step, state, params, rate))
 
     @_plainly()
     def step(
         self,
         state: TorchState,
-        params: Flat,
+        params: trees.Flat,
         rate: Any,
         terms: list[Tensor],
-        applied: Applied,
+        applied: updates.Applied,
         donate: bool,
         norm: Tensor | None,
-    ) -> tuple[Tree, TorchState]:
+    ) -> tuple[trees.Tree, TorchState]:
         """The next params and state."""
         leaves, spec = params
         _refuse_transforms(self.cls, [*leaves, *terms])
-        before, state_spec = flatten(state)
-        work, before = taken([leaves, before], donate)
+        before, state_spec = trees.flatten(state)
+        work, before = states.taken([leaves, before], donate)
         work = [x.clone() if x.is_inference() else x for x in work]  # they may not require grad
-        kept = unflatten(state_spec, before)
+        kept = trees.unflatten(state_spec, before)
         if bool(applied):
             optimizer = self.resumed(kept, work, terms, rate)
             try:
@@ -158,11 +154,11 @@ class _Class(NamedTuple):
                 kept = TorchState(state.steps + 1, per_leaf, group)
             except BaseException:
                 if donate:
-                    mark([*leaves, *tree_leaves(state)], Spoiled)
+                    states.mark([*leaves, *trees.tree_leaves(state)], states.Spoiled)
                 raise
         if donate:
-            mark([*leaves, *tree_leaves(state)])
-        return unflatten(spec, [x.detach() for x in work]), kept
+            states.mark([*leaves, *trees.tree_leaves(state)])
+        return trees.unflatten(spec, [x.detach() for x in work]), kept
 
     # The class itself, in place
 
@@ -223,7 +219,7 @@ def _check_class(cls: Any) -> None:
 
 
 def _refuse_transforms(cls: type, tensors: list[Tensor]) -> None:
-    if transform_active() or any_tangent(tensors):
+    if modes.transform_active() or functorch.any_tangent(tensors):
         raise RuntimeError(
             f"from_torch({cls.__name__}) cannot run under a torch.func transform, torch.compile or "
             "forward AD: the class changes parameters in place and reads numbers on the host. sgd, "
@@ -240,8 +236,8 @@ def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:
         f"{cls.__name__} keeps something else than after its first step, which a state of fixed "
         "structure cannot hold."
     )
-    specs = flatten(before)[1], flatten(after)[1]
-    check_same_structure(*specs, "the state before", "the state after", cause)
+    specs = trees.flatten(before)[1], trees.flatten(after)[1]
+    checks.check_same_structure(*specs, "the state before", "the state after", cause)
 
 
 # Python numbers as tensors, and back ----------------------------------------------------------

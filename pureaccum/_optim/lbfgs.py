@@ -17,36 +17,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    check_choice,
-    check_int,
-    check_number,
-    check_state,
-    outside_inference_mode,
-    read_params,
-)
-from .._base.dtensors import refuse_sharded
-from .._base.states import copies, hand_over, loadable
-from .._base.torch_internals.functorch import any_tangent
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import (
-    Flat,
-    Tree,
-    accumulation_dtype,
-    flatten,
-    real_parts,
-    tree_leaves,
-    unflatten,
-    widest_dtype,
-)
-from .from_torch import DTYPES
-from .line_search import Line, Point, divide, strong_wolfe
-from .sam import Minimizer, asked, check_function, plainly
-from .schedules import check_kept, check_rate, kept_rate, rate_at
-from .updates import BELONGS, Rate
+from .._base import checks, dtensors, states, trees
+from .._base.torch_internals import functorch, modes
+from . import from_torch, line_search, sam, schedules, updates
 
 
-@loadable
+@states.loadable
 class LBFGSState(NamedTuple):
     """The state of L-BFGS.
 
@@ -92,14 +68,14 @@ class Rules(NamedTuple):
 
 
 def lbfgs(
-    lr: Rate = 1.0,
+    lr: updates.Rate = 1.0,
     max_iter: int = 20,
     max_eval: int | None = None,
     tolerance_grad: float = 1e-7,
     tolerance_change: float = 1e-9,
     history_size: int = 10,
     line_search_fn: Literal["strong_wolfe"] | None = "strong_wolfe",
-) -> Minimizer:
+) -> sam.Minimizer:
     """``torch.optim.LBFGS`` as a pair of pure functions, over a function of the whole batch.
 
     The rule, for at most ``max_iter`` iterations a call, g being the gradient at params::
@@ -143,44 +119,48 @@ def lbfgs(
         <https://doi.org/10.1007/BF01589116>`_, 1989; `torch.optim.LBFGS
         <https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html>`_
     """
-    lr, many = check_rate(lr), "an int of at least 1"
-    max_iter = check_int(max_iter, "max_iter", many, 1)
+    lr, many = schedules.check_rate(lr), "an int of at least 1"
+    max_iter = checks.check_int(max_iter, "max_iter", many, 1)
     most = max(25, max_iter * 5 // 4) if max_eval is None else max_eval
-    check_choice(line_search_fn, ("strong_wolfe", None), "line_search_fn")
+    checks.check_choice(line_search_fn, ("strong_wolfe", None), "line_search_fn")
     rules = Rules(
         max_iter=max_iter,
-        max_eval=check_int(most, "max_eval", many, 1),
-        tolerance_grad=check_number(tolerance_grad, "tolerance_grad"),
-        tolerance_change=check_number(tolerance_change, "tolerance_change"),
-        history_size=check_int(history_size, "history_size", many, 1),
+        max_eval=checks.check_int(most, "max_eval", many, 1),
+        tolerance_grad=checks.check_number(tolerance_grad, "tolerance_grad"),
+        tolerance_change=checks.check_number(tolerance_change, "tolerance_change"),
+        history_size=checks.check_int(history_size, "history_size", many, 1),
         searches=line_search_fn is not None,
     )
 
-    def init(params: Tree) -> LBFGSState:
+    def init(params: trees.Tree) -> LBFGSState:
         """The state before the first step."""
         return _first_state(_read(params), lr, rules.history_size)
 
     def apply(
-        func: Callable[[Tree], Any], state: LBFGSState, params: Tree, *, donate: bool = False
-    ) -> tuple[Tree, LBFGSState]:
+        func: Callable[[trees.Tree], Any],
+        state: LBFGSState,
+        params: trees.Tree,
+        *,
+        donate: bool = False,
+    ) -> tuple[trees.Tree, LBFGSState]:
         """The params after some iterations, and the state."""
-        check_function(func, "lbfgs")
+        sam.check_function(func, "lbfgs")
         flat = _read(params)
         _check(state, flat[0], lr, rules)
-        with outside_inference_mode(), plainly():
-            rate = state.lr if isinstance(lr, float) else rate_at(lr, state.steps)
+        with checks.outside_inference_mode(), sam.plainly():
+            rate = state.lr if isinstance(lr, float) else schedules.rate_at(lr, state.steps)
             new = _minimized(func, state, flat, float(rate), rules)
-            leaves, spec = flatten(new)
-            held = tree_leaves(state)
+            leaves, spec = trees.flatten(new)
+            held = trees.tree_leaves(state)
             if donate:
-                return unflatten(spec, hand_over([*flat[0], *held], leaves))
+                return trees.unflatten(spec, states.hand_over([*flat[0], *held], leaves))
             copy: Any = {id(x): _copy for x in held} | {id(x): Tensor.clone for x in flat[0]}
-            return unflatten(spec, [copy[id(x)](x) if id(x) in copy else x for x in leaves])
+            return trees.unflatten(spec, [copy[id(x)](x) if id(x) in copy else x for x in leaves])
 
-    return Minimizer(init, apply)
+    return sam.Minimizer(init, apply)
 
 
-def _first_state(params: Flat, lr: Any, size: int) -> LBFGSState:
+def _first_state(params: trees.Flat, lr: Any, size: int) -> LBFGSState:
     """A state with zeros for all that will be remembered."""
     leaves, spec = params
     zero = partial(leaves[0].new_zeros, (), dtype=_dtype(leaves))
@@ -190,7 +170,7 @@ def _first_state(params: Flat, lr: Any, size: int) -> LBFGSState:
         steps=_number(0),
         iterations=_number(0),
         evaluations=_number(0),
-        lr=kept_rate(lr, leaves, spec),
+        lr=schedules.kept_rate(lr, leaves, spec),
         value=_number(math.nan),
         applied=_number(False),
         gradient=zeros[-2],
@@ -202,14 +182,14 @@ def _first_state(params: Flat, lr: Any, size: int) -> LBFGSState:
     )
 
 
-def _read(params: Tree) -> Flat:
+def _read(params: trees.Tree) -> trees.Flat:
     """The parameters, taken apart, if L-BFGS can work with them here."""
-    leaves, spec = read_params(params)
+    leaves, spec = checks.read_params(params)
     way_out = "sgd, adam, adamw and sam can."
-    refuse_sharded(
+    dtensors.refuse_sharded(
         leaves, "params", f"lbfgs, which keeps flat vectors, cannot take them: {way_out}"
     )
-    if transform_active() or any_tangent(leaves):
+    if modes.transform_active() or functorch.any_tangent(leaves):
         raise RuntimeError(
             "lbfgs cannot run under a torch.func transform, vmap, torch.compile or forward AD: it "
             f"decides by numbers, which the host reads. {way_out}"
@@ -219,8 +199,8 @@ def _read(params: Tree) -> Flat:
 
 def _check(state: Any, leaves: list[Tensor], lr: Any, rules: Rules) -> None:
     """Check that a state is one of these settings and of these params."""
-    check_state(state, LBFGSState, "lbfgs")
-    check_kept(lr, state.lr, "state")
+    checks.check_state(state, LBFGSState, "lbfgs")
+    schedules.check_kept(lr, state.lr, "state")
     if len(state.moves) != rules.history_size:
         raise ValueError(
             f"state remembers {len(state.moves)} moves, but this optimizer was made with "
@@ -231,7 +211,7 @@ def _check(state: Any, leaves: list[Tensor], lr: Any, rules: Rules) -> None:
     if came != expected:
         raise ValueError(
             f"state.move is {came[0]} numbers in {came[1]} on {came[2]}; these params have "
-            f"{expected[0]} in {expected[1]} on {expected[2]}. {BELONGS}"
+            f"{expected[0]} in {expected[1]} on {expected[2]}. {updates.BELONGS}"
         )
 
 
@@ -241,29 +221,33 @@ def _check(state: Any, leaves: list[Tensor], lr: Any, rules: Rules) -> None:
 class _Function:
     """The function of a call as flat gradients and numbers of the host; it counts evaluations."""
 
-    def __init__(self, func: Callable[[Tree], Any], params: Flat) -> None:
+    def __init__(self, func: Callable[[trees.Tree], Any], params: trees.Flat) -> None:
         self.func, self.params, self.evaluations = func, params, 0
 
     def at(self, leaves: list[Tensor]) -> tuple[float, Tensor]:
         self.evaluations += 1
-        grads, value = asked(self.func, leaves, self.params)
+        grads, value = sam.asked(self.func, leaves, self.params)
         return float(value), _joined(grads, self.params[0])
 
-    def along(self, line: Line, t: Any) -> Point:
+    def along(self, line: line_search.Line, t: Any) -> line_search.Point:
         """A point on a line, which is infinitely high where anything is not finite."""
         value, gradient = self.at(line.at(float(t)))
         slope = _on_host(gradient.dot(line.d))  # not finite where any number of the gradient is not
         finite = math.isfinite(value) and math.isfinite(slope)
-        return Point(t, value if finite else math.inf, gradient, slope)
+        return line_search.Point(t, value if finite else math.inf, gradient, slope)
 
 
 def _minimized(
-    func: Callable[[Tree], Any], state: LBFGSState, given: Flat, rate: float, rules: Rules
-) -> tuple[Tree, LBFGSState]:
+    func: Callable[[trees.Tree], Any],
+    state: LBFGSState,
+    given: trees.Flat,
+    rate: float,
+    rules: Rules,
+) -> tuple[trees.Tree, LBFGSState]:
     """The next params and state; what stays as it was are the old tensors themselves."""
     x, spec = given
     function = _Function(func, given)
-    value, gradient = function.at(copies([x])[0])
+    value, gradient = function.at(states.copies([x])[0])
     first, steepest = value, _largest(gradient)
     applied = all(map(math.isfinite, (value, steepest, rate)))
     begins = applied and rate > 0 and steepest > rules.tolerance_grad
@@ -275,8 +259,8 @@ def _minimized(
         else:
             t *= min(1.0, 1.0 / _on_host(gradient.abs().sum()))
         d = _direction(state, gradient)
-        start = Point(0, value, gradient, _on_host(gradient.dot(d)))
-        line = Line(x, d, _pieces(d, x))
+        start = line_search.Point(0, value, gradient, _on_host(gradient.dot(d)))
+        line = line_search.Line(x, d, _pieces(d, x))
         end = _found(function, line, start, t, n == rules.max_iter, rules)
         if end.t > 0:
             t = float(end.t)
@@ -288,7 +272,7 @@ def _minimized(
         if function.evaluations >= rules.max_eval or _settled(start, end, move, rules):
             break
 
-    return unflatten(spec, x), state._replace(
+    return trees.unflatten(spec, x), state._replace(
         steps=state.steps + applied,
         iterations=_number(iterations),
         evaluations=state.evaluations + function.evaluations,
@@ -300,21 +284,28 @@ def _minimized(
 
 
 def _found(
-    function: _Function, line: Line, start: Point, t: Any, is_last: bool, rules: Rules
-) -> Point:
+    function: _Function,
+    line: line_search.Line,
+    start: line_search.Point,
+    t: Any,
+    is_last: bool,
+    rules: Rules,
+) -> line_search.Point:
     """Where an iteration ends on its line: at the start if there is no way down."""
     if not start.slope <= -rules.tolerance_change:
         return start
     at = partial(function.along, line)
     if rules.searches:
-        return strong_wolfe(at, start, t, _largest(line.d), rules.max_eval - function.evaluations)
+        return line_search.strong_wolfe(
+            at, start, t, _largest(line.d), rules.max_eval - function.evaluations
+        )
     if is_last:
         return start._replace(t=t)  # as in torch, nobody looks there
     there = at(t)
     return there if there.value < math.inf else start
 
 
-def _settled(start: Point, end: Point, move: Tensor, rules: Rules) -> bool:
+def _settled(start: line_search.Point, end: line_search.Point, move: Tensor, rules: Rules) -> bool:
     """Whether gradient, parameters or value say that a call has nothing more to do."""
     return (
         _largest(end.gradient) <= rules.tolerance_grad
@@ -326,7 +317,7 @@ def _settled(start: Point, end: Point, move: Tensor, rules: Rules) -> bool:
 def _remember(state: LBFGSState, move: Tensor, change: Tensor) -> LBFGSState:
     """The state with one more pair, in place of the oldest, if the function curves upwards."""
     product = change.dot(move).item()
-    scale = divide(product, change.dot(change).item()) if product > 1e-10 else 0.0
+    scale = line_search.divide(product, change.dot(change).item()) if product > 1e-10 else 0.0
     if not 0 < scale < math.inf:  # it curves downwards, or numbers overflowed
         return state
     return state._replace(
@@ -367,13 +358,13 @@ def _joined(tensors: list[Tensor], like: list[Tensor]) -> Tensor:
     """One vector of what is shaped like some leaves; complex numbers are pairs."""
     device, dtype = like[0].device, _dtype(like)
     pairs = zip(tensors, like, strict=True)
-    parts = [real_parts(x.to(y.dtype) if y.is_complex() else x) for x, y in pairs]
+    parts = [trees.real_parts(x.to(y.dtype) if y.is_complex() else x) for x, y in pairs]
     return torch.cat([x.reshape(-1).to(device, dtype) for x in parts])
 
 
 def _pieces(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
     """What of a vector belongs to each leaf."""
-    real = [real_parts(x) for x in like]
+    real = [trees.real_parts(x) for x in like]
     parts = zip(vector.split([x.numel() for x in real]), real, strict=True)
     return [part.view(x.shape).to(x.device) for part, x in parts]
 
@@ -383,12 +374,12 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _size(leaves: list[Tensor]) -> int:
-    return sum(real_parts(x).numel() for x in leaves)
+    return sum(trees.real_parts(x).numel() for x in leaves)
 
 
 def _dtype(leaves: list[Tensor]) -> torch.dtype:
     """The real dtype that holds the numbers of all leaves."""
-    return accumulation_dtype(widest_dtype(x.real for x in leaves))
+    return trees.accumulation_dtype(trees.widest_dtype(x.real for x in leaves))
 
 
 def _on_host(scalar: Tensor) -> Tensor:
@@ -397,4 +388,4 @@ def _on_host(scalar: Tensor) -> Tensor:
 
 def _number(value: float) -> Tensor:
     """A number of the host as a 0-d tensor, which stays there."""
-    return torch.full((), value, dtype=DTYPES[type(value)], device="cpu")
+    return torch.full((), value, dtype=from_torch.DTYPES[type(value)], device="cpu")

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base.states import copies
-from .._base.torch_internals.kernels import foreach_add_
-from .._base.trees import real_parts
+from .._base import states, trees
+from .._base.torch_internals import kernels
 
 
 # A point is low enough where it lies below a line of a ten-thousandth of the first slope, and flat
@@ -32,8 +31,8 @@ class Line(NamedTuple):
 
     def at(self, t: float) -> list[Tensor]:
         """The leaves there, as new tensors."""
-        (new,) = copies([self.x])
-        foreach_add_([real_parts(y) for y in new], self.pieces, alpha=t)
+        (new,) = states.copies([self.x])
+        kernels.foreach_add_([trees.real_parts(y) for y in new], self.pieces, alpha=t)
         return new
 
 

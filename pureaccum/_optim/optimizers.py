@@ -16,39 +16,35 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from .._base.checks import check_number
+from .._base import checks, states, trees
 from .._base.settings import records
-from .._base.states import loadable
-from .._base.torch_internals.functorch import may_be_differentiated
-from .._base.torch_internals.kernels import fused_adam
-from .._base.trees import Tree, as_scalar_of, known, moved
-from .schedules import check_rate
-from .updates import Columns, Method, Optimizer, Rate, Row, by_method
+from .._base.torch_internals import functorch, kernels
+from . import schedules, updates
 
 
-@loadable
+@states.loadable
 class SGDState(NamedTuple):
     """The state of SGD: the applied steps, the learning rate if it is a number, the momentum."""
 
     steps: Tensor
     lr: Any
-    momentum: Tree = ()  # where there is momentum
+    momentum: trees.Tree = ()  # where there is momentum
 
 
-@loadable
+@states.loadable
 class AdamState(NamedTuple):
     """The state of Adam: the applied steps, the learning rate if it is a number, the moments."""
 
     steps: Tensor
     lr: Any
-    exp_avg: Tree
-    exp_avg_sq: Tree
-    max_exp_avg_sq: Tree = ()  # with amsgrad
+    exp_avg: trees.Tree
+    exp_avg_sq: trees.Tree
+    max_exp_avg_sq: trees.Tree = ()  # with amsgrad
 
 
 @records
 def sgd(
-    lr: Rate = 1e-3,
+    lr: updates.Rate = 1e-3,
     momentum: float = 0.0,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
@@ -56,7 +52,7 @@ def sgd(
     *,
     maximize: bool = False,
     fused: bool = False,
-) -> Optimizer:
+) -> updates.Optimizer:
     """``torch.optim.SGD`` as a pair of pure functions.
 
     The rule, with -grads where ``maximize``::
@@ -90,22 +86,22 @@ def sgd(
     References:
         `torch.optim.SGD <https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html>`_
     """
-    return by_method(_sgd(lr, momentum, dampening, weight_decay, nesterov, maximize, fused))
+    return updates.by_method(_sgd(lr, momentum, dampening, weight_decay, nesterov, maximize, fused))
 
 
 def _sgd(
-    lr: Rate,
+    lr: updates.Rate,
     momentum: float,
     dampening: float,
     weight_decay: float,
     nesterov: bool,
     maximize: bool,
     fused: bool,
-) -> Method:
+) -> updates.Method:
     """SGD, with one tree in its state where there is momentum."""
-    lr, momentum = check_rate(lr), check_number(momentum, "momentum")
-    dampening = check_number(dampening, "dampening", "a finite number", math.isfinite)
-    weight_decay = check_number(weight_decay, "weight_decay")
+    lr, momentum = schedules.check_rate(lr), checks.check_number(momentum, "momentum")
+    dampening = checks.check_number(dampening, "dampening", "a finite number", math.isfinite)
+    weight_decay = checks.check_number(weight_decay, "weight_decay")
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
             f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "
@@ -114,7 +110,7 @@ def _sgd(
     settings: Any = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     settings |= {"nesterov": nesterov, "maximize": maximize}
     rule = _SGD(**settings, fused=fused)
-    return Method(
+    return updates.Method(
         kernel=rule.kernel,
         runs=rule.runs,
         formula=rule.formula,
@@ -137,9 +133,9 @@ class _SGD(NamedTuple):
     maximize: bool
     fused: bool
 
-    def formula(self, step: Tensor, rate: Tensor, leaf: Tensor) -> Row:
-        rate, count = as_scalar_of(leaf, rate), known(step)
-        first = (moved(step, leaf.device) if count is None else count) == 1
+    def formula(self, step: Tensor, rate: Tensor, leaf: Tensor) -> updates.Row:
+        rate, count = trees.as_scalar_of(leaf, rate), trees.known(step)
+        first = (trees.moved(step, leaf.device) if count is None else count) == 1
         momentum, undamped = self.momentum, 1 - self.dampening
 
         def row(grad: Tensor, param: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -162,11 +158,11 @@ class _SGD(NamedTuple):
         if isinstance(rate, Tensor) and not self.fused:
             return False  # the kernel would read it on the host
         # the first gradient is not dampened, and nobody may know whether it is the first
-        return not (self.momentum and self.dampening and known(step) is None)
+        return not (self.momentum and self.dampening and trees.known(step) is None)
 
     def kernel(
         self,
-        columns: Columns,
+        columns: updates.Columns,
         grads: list[Tensor],
         step: Tensor,
         rate: Any,
@@ -174,7 +170,7 @@ class _SGD(NamedTuple):
         foreach: bool,
     ) -> None:
         params, *rest = columns
-        later = rest and known(step) != 1
+        later = rest and trees.known(step) != 1
         momenta: list[Any] = rest[0] if later else [None] * len(params)
         if foreach and self.nesterov and not (self.weight_decay or self.maximize):
             grads = [x.clone() for x in grads]  # torch adds the momentum to what it is given
@@ -190,7 +186,7 @@ class _SGD(NamedTuple):
 
 @records
 def adam(
-    lr: Rate = 1e-3,
+    lr: updates.Rate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
@@ -198,7 +194,7 @@ def adam(
     *,
     maximize: bool = False,
     fused: bool = False,
-) -> Optimizer:
+) -> updates.Optimizer:
     """``torch.optim.Adam`` as a pair of pure functions.
 
     The rule for step ``t`` from 1, with -grads where ``maximize``, and b1, b2 the ``betas``::
@@ -229,12 +225,12 @@ def adam(
         `torch.optim.Adam <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html>`_
     """
     settings = lr, betas, eps, weight_decay, amsgrad, maximize, fused
-    return by_method(_adam(*settings, decoupled=False))
+    return updates.by_method(_adam(*settings, decoupled=False))
 
 
 @records
 def adamw(
-    lr: Rate = 1e-3,
+    lr: updates.Rate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
@@ -242,7 +238,7 @@ def adamw(
     *,
     maximize: bool = False,
     fused: bool = False,
-) -> Optimizer:
+) -> updates.Optimizer:
     """``torch.optim.AdamW`` as a pair of pure functions.
 
     The rule: ``params = params * (1 - lr * weight_decay)``, then ``adam`` without weight decay.
@@ -271,11 +267,11 @@ def adamw(
         `torch.optim.AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`_
     """
     settings = lr, betas, eps, weight_decay, amsgrad, maximize, fused
-    return by_method(_adam(*settings, decoupled=True))
+    return updates.by_method(_adam(*settings, decoupled=True))
 
 
 def _adam(
-    lr: Rate,
+    lr: updates.Rate,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -283,21 +279,26 @@ def _adam(
     maximize: bool,
     fused: bool,
     decoupled: bool,
-) -> Method:
+) -> updates.Method:
     """Adam, or AdamW where the weight decay is decoupled."""
-    lr, owner = check_rate(lr), "adamw" if decoupled else "adam"
-    eps, weight_decay = check_number(eps, "eps"), check_number(weight_decay, "weight_decay")
+    lr, owner = schedules.check_rate(lr), "adamw" if decoupled else "adam"
+    eps, weight_decay = (
+        checks.check_number(eps, "eps"),
+        checks.check_number(weight_decay, "weight_decay"),
+    )
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:  # pyright: ignore[reportUnnecessaryIsInstance,reportUnnecessaryComparison]
         raise ValueError(f"betas is {betas!r}; expected two numbers from 0 to less than 1.")
     beta1, beta2 = (
-        check_number(beta, f"betas[{i}]", "a number from 0 to less than 1", lambda it: 0 <= it < 1)
+        checks.check_number(
+            beta, f"betas[{i}]", "a number from 0 to less than 1", lambda it: 0 <= it < 1
+        )
         for i, beta in enumerate(betas)
     )
 
     settings: Any = {"weight_decay": weight_decay, "eps": eps}
     settings |= {"amsgrad": amsgrad, "maximize": maximize}
     rule = _Adam(beta1=beta1, beta2=beta2, **settings, fused=fused, decoupled=decoupled)
-    return Method(
+    return updates.Method(
         kernel=rule.kernel,
         formula=rule.formula,
         fused=fused,
@@ -321,14 +322,14 @@ class _Adam(NamedTuple):
     fused: bool
     decoupled: bool
 
-    def formula(self, step: Tensor, rate: Tensor, leaf: Tensor) -> Row:
-        rate = as_scalar_of(leaf, rate)
-        wide = moved(step, leaf.device, torch.float64)
+    def formula(self, step: Tensor, rate: Tensor, leaf: Tensor) -> updates.Row:
+        rate = trees.as_scalar_of(leaf, rate)
+        wide = trees.moved(step, leaf.device, torch.float64)
         first, second = 1 - self.beta1**wide, 1 - self.beta2**wide
         decays = bool(self.weight_decay)
         decay = 1 - rate * self.weight_decay if decays and self.decoupled else None
         by_first, root_of_second = rate / first.to(rate.dtype), second.sqrt().to(rate.dtype)
-        differentiated = may_be_differentiated()
+        differentiated = functorch.may_be_differentiated()
 
         def row(grad: Tensor, param: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             if param.is_complex():  # its parts are parameters of their own
@@ -359,7 +360,7 @@ class _Adam(NamedTuple):
 
     def kernel(
         self,
-        columns: Columns,
+        columns: updates.Columns,
         grads: list[Tensor],
         step: Tensor,
         rate: Any,
@@ -372,8 +373,10 @@ class _Adam(NamedTuple):
         fused, decoupled = settings.pop("fused"), settings.pop("decoupled")
         if fused and len({(x.device, x.dtype) for x in params}) == 1:
             if isinstance(rate, Tensor):
-                rate = moved(rate, params[0].device, torch.float32)
-            fused_adam(decoupled, *columns, [step.float()] * len(params), lr=rate, **settings)
+                rate = trees.moved(rate, params[0].device, torch.float32)
+            kernels.fused_adam(
+                decoupled, *columns, [step.float()] * len(params), lr=rate, **settings
+            )
             return
         # The kernel counts for itself, once for every leaf.
         steps = (step - 1).float().expand(len(params)).clone().unbind()

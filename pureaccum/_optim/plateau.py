@@ -13,14 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import LARGEST_INT, check_choice, check_int, check_number, check_state
-from .._base.dtensors import refuse_sharded
-from .._base.states import loadable
-from .._base.trees import moved, scalar
-from .schedules import read_rate
+from .._base import checks, dtensors, states, trees
+from . import schedules
 
 
-@loadable
+@states.loadable
 class PlateauState(NamedTuple):
     """The learning rate, and what decides when it falls; 0-d tensors.
 
@@ -95,16 +92,18 @@ def plateau(
     References:
         `torch.optim.lr_scheduler.ReduceLROnPlateau <https://docs.pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.ReduceLROnPlateau.html>`_
     """
-    lr = read_rate("lr", lr)
-    check_choice(threshold_mode, ("rel", "abs"), "threshold_mode")
-    check_choice(mode, ("min", "max"), "mode")
-    factor = check_number(factor, "factor", _SHARE, _below_one)
-    threshold = check_number(threshold, "threshold")
+    lr = schedules.read_rate("lr", lr)
+    checks.check_choice(threshold_mode, ("rel", "abs"), "threshold_mode")
+    checks.check_choice(mode, ("min", "max"), "mode")
+    factor = checks.check_number(factor, "factor", _SHARE, _below_one)
+    threshold = checks.check_number(threshold, "threshold")
     if threshold_mode == "rel" and mode == "min":  # inf * 0 is NaN: nothing would ever be better
-        check_number(threshold, "threshold", f"{_SHARE}: a share of the best metric", _below_one)
-    patience = check_int(patience, "patience", _COUNTED, 0, LARGEST_INT)
-    cooldown = check_int(cooldown, "cooldown", _COUNTED, 0, LARGEST_INT)
-    min_lr, eps = check_number(min_lr, "min_lr"), check_number(eps, "eps")
+        checks.check_number(
+            threshold, "threshold", f"{_SHARE}: a share of the best metric", _below_one
+        )
+    patience = checks.check_int(patience, "patience", _COUNTED, 0, checks.LARGEST_INT)
+    cooldown = checks.check_int(cooldown, "cooldown", _COUNTED, 0, checks.LARGEST_INT)
+    min_lr, eps = checks.check_number(min_lr, "min_lr"), checks.check_number(eps, "eps")
     if isinstance(lr, float) and lr < min_lr:
         raise ValueError(
             f"min_lr is {min_lr!r}, above lr={lr!r}; expected it at most there, or the rate would "
@@ -115,16 +114,16 @@ def plateau(
     def init() -> PlateauState:
         """The first state, with the first rate."""
         device = lr.device if isinstance(lr, Tensor) else torch.device("cpu")
-        rate, best = (scalar(x, torch.float64, device) for x in (lr, worst))
-        return PlateauState(rate, best, *(scalar(0, torch.int64, device) for _ in range(2)))
+        rate, best = (trees.scalar(x, torch.float64, device) for x in (lr, worst))
+        return PlateauState(rate, best, *(trees.scalar(0, torch.int64, device) for _ in range(2)))
 
     def update(state: PlateauState, metric: float | Tensor) -> PlateauState:
         """The next state, by one more metric."""
-        check_state(state, PlateauState, "plateau")
+        checks.check_state(state, PlateauState, "plateau")
         every = [_read_metric(metric), *state]
         # where one of them would be waited for: a copy from the host waits for nothing
         device = next((x.device for x in every if x.device.type != "cpu"), torch.device("cpu"))
-        metric, rate, best, bad, waiting = (moved(x, device) for x in every)
+        metric, rate, best, bad, waiting = (trees.moved(x, device) for x in every)
         line = best * (1.0 + by) if threshold_mode == "rel" else best + by
         better = metric < line if mode == "min" else metric > line
         bad = torch.where(better | (waiting > 0), 0, bad + 1)
@@ -153,12 +152,14 @@ def _read_metric(metric: Any) -> Tensor:
     """A metric in float64, without a graph."""
     if not isinstance(metric, Tensor):
         expected = "a number or a 0-d tensor, such as the loss of an evaluation"
-        number = check_number(metric, "metric", expected, lambda it: True)
-        return scalar(number, torch.float64, torch.device("cpu"))
+        number = checks.check_number(metric, "metric", expected, lambda it: True)
+        return trees.scalar(number, torch.float64, torch.device("cpu"))
     if metric.ndim or metric.is_complex() or metric.dtype == torch.bool:
         raise ValueError(
             f"metric is a tensor of shape {tuple(metric.shape)} and {metric.dtype}; expected a "
             "real 0-d tensor, one number for the update. A metric of several batches? Its mean."
         )
-    refuse_sharded([metric], "metric", "every rank looks at it: pass metric.full_tensor().")
+    dtensors.refuse_sharded(
+        [metric], "metric", "every rank looks at it: pass metric.full_tensor()."
+    )
     return metric.detach().double()

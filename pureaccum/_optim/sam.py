@@ -14,19 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    as_float,
-    check_number,
-    check_state,
-    outside_inference_mode,
-    read_params,
-)
-from .._base.dtensors import closed, opened, placed_like
-from .._base.states import loadable
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Flat, Tree, all_finite, global_norm, scalar, scalars_of, unflatten
-from .combinators import as_optimizer
-from .updates import fitting_gradients
+from .._base import checks, dtensors, states, trees
+from .._base.torch_internals import modes
+from . import combinators, updates
 
 
 class Minimizer(NamedTuple):
@@ -39,11 +29,11 @@ class Minimizer(NamedTuple):
             up.
     """
 
-    init: Callable[[Tree], Any]
-    apply: Callable[..., tuple[Tree, Any]]
+    init: Callable[[trees.Tree], Any]
+    apply: Callable[..., tuple[trees.Tree, Any]]
 
 
-@loadable
+@states.loadable
 class SAMState(NamedTuple):
     """The state of sharpness-aware minimisation.
 
@@ -86,29 +76,36 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     References:
         Foret et al., `Sharpness-aware minimization <https://arxiv.org/abs/2010.01412>`_, 2020.
     """
-    rho, inner = check_number(rho, "rho"), as_optimizer(optimizer)
+    rho, inner = checks.check_number(rho, "rho"), combinators.as_optimizer(optimizer)
 
-    def init(params: Tree) -> SAMState:
+    def init(params: trees.Tree) -> SAMState:
         """The state before the first step."""
-        device = read_params(params)[0][0].device
-        value, applied = scalar(torch.nan, torch.float64, device), scalar(False, torch.bool, device)
+        device = checks.read_params(params)[0][0].device
+        value, applied = (
+            trees.scalar(torch.nan, torch.float64, device),
+            trees.scalar(False, torch.bool, device),
+        )
         return SAMState(inner.init(params), value, applied)
 
     def apply(
-        func: Callable[[Tree], Any], state: SAMState, params: Tree, *, donate: bool = False
-    ) -> tuple[Tree, SAMState]:
+        func: Callable[[trees.Tree], Any],
+        state: SAMState,
+        params: trees.Tree,
+        *,
+        donate: bool = False,
+    ) -> tuple[trees.Tree, SAMState]:
         """The next params and state; where anything is not finite, the old ones."""
         check_function(func, "sam")
-        flat = read_params(params)
-        check_state(state, SAMState, "sam")
+        flat = checks.read_params(params)
+        checks.check_state(state, SAMState, "sam")
         inner.check(state.optimizer, flat, "state.optimizer")
-        with outside_inference_mode(), plainly():
+        with checks.outside_inference_mode(), plainly():
             grads, value = asked(func, [x.clone() for x in flat[0]], flat)
-            finite = all_finite(grads)
+            finite = trees.all_finite(grads)
             grads, _ = asked(func, _uphill(flat[0], grads, rho), flat)
-            value = scalar(value, torch.float64, finite.device)
-            applied = torch.isfinite(value) & finite & all_finite(grads)
-            tree = unflatten(flat[1], grads)
+            value = trees.scalar(value, torch.float64, finite.device)
+            applied = torch.isfinite(value) & finite & trees.all_finite(grads)
+            tree = trees.unflatten(flat[1], grads)
             new, kept = inner.apply(tree, state.optimizer, params, applied=applied, donate=donate)
         return new, SAMState(kept, value, applied)
 
@@ -117,14 +114,14 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
 
 def _uphill(leaves: list[Tensor], grads: list[Tensor], rho: float) -> list[Tensor]:
     """The point that lies ``rho`` from the leaves, along gradients."""
-    size = global_norm(grads)
+    size = trees.global_norm(grads)
     some = size > 0
     # not where(some, rho / size, 0), whose derivative where size is zero is 0 times infinity
-    of = scalars_of(torch.where(some, rho / torch.where(some, size, 1.0), 0.0))
-    parts, layouts = opened(leaves)
-    terms, _ = opened(placed_like(grads, leaves))
+    of = trees.scalars_of(torch.where(some, rho / torch.where(some, size, 1.0), 0.0))
+    parts, layouts = dtensors.opened(leaves)
+    terms, _ = dtensors.opened(dtensors.placed_like(grads, leaves))
     moved = [(x + of(g) * g).to(x.dtype) for x, g in zip(parts, terms, strict=True)]
-    return closed(moved, layouts)
+    return dtensors.closed(moved, layouts)
 
 
 # Functions of the parameters ----------------------------------------------------------------------
@@ -142,11 +139,11 @@ def check_function(func: Any, owner: str) -> None:
 
 
 def asked(
-    func: Callable[[Tree], Any], leaves: list[Tensor], like: Flat
+    func: Callable[[trees.Tree], Any], leaves: list[Tensor], like: trees.Flat
 ) -> tuple[list[Tensor], Any]:
     """The gradients, leaf by leaf, and the value of a function, a 0-d tensor or a number."""
-    with nullcontext() if transform_active() else torch.enable_grad():
-        got = func(unflatten(like[1], leaves))
+    with nullcontext() if modes.transform_active() else torch.enable_grad():
+        got = func(trees.unflatten(like[1], leaves))
     if not isinstance(got, (tuple, list)) or len(got) != 2:  # pyright: ignore
         came = f"{len(got)} things" if isinstance(got, (tuple, list)) else f"a {type(got).__name__}"  # pyright: ignore
         raise TypeError(
@@ -154,13 +151,13 @@ def asked(
             "them. pa.grad, which gives no value?"
         )
     cause = "func(params) has to return (grads, value), in this order: a gradient for each leaf."
-    terms = fitting_gradients(got[0], like, "the grads of func", cause)
+    terms = updates.fitting_gradients(got[0], like, "the grads of func", cause)
     return [g.to_dense() if g.is_sparse else g for g in terms], _checked(got[1])
 
 
 def plainly() -> AbstractContextManager[Any]:
     """Record nothing at top level; under a transform all that is computed may be differentiated."""
-    return nullcontext() if transform_active() else torch.no_grad()
+    return nullcontext() if modes.transform_active() else torch.no_grad()
 
 
 def _checked(value: Any) -> Any:
@@ -172,7 +169,7 @@ def _checked(value: Any) -> Any:
                 "real number, a 0-d tensor, which is minimised. Reduce it with .mean() or .sum()."
             )
         return value
-    if isinstance(number := as_float(value), float):
+    if isinstance(number := checks.as_float(value), float):
         return number
     aux = " With has_aux it comes with aux: return value[0] alone." * (type(value) is tuple)
     raise TypeError(

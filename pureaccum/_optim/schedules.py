@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._base.checks import LARGEST_INT, as_float, check_int, check_number
-from .._base.settings import records
-from .._base.trees import known, moved, numbers_in, paths
+from .._base import checks, settings, trees
 
 
 Schedule = Callable[[Tensor], Any]
 COUNT = "a positive int below 2**63, a number of applied steps"
 
 
-@records
+@settings.records
 def constant(value: float | Tensor) -> Schedule:
     """Keep one rate for all steps.
 
@@ -45,7 +43,7 @@ def constant(value: float | Tensor) -> Schedule:
     return lambda count: as_rate(value, count)
 
 
-@records
+@settings.records
 def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0) -> Schedule:
     """Go from ``start`` at count 0 in a straight line to ``peak`` at ``steps``, and stay there.
 
@@ -65,7 +63,7 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
         Goyal et al., `Accurate, large minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
     """
     peak, start = read_rate("peak", peak), read_rate("start", start)
-    steps = check_int(steps, "steps", COUNT, 1, LARGEST_INT)
+    steps = checks.check_int(steps, "steps", COUNT, 1, checks.LARGEST_INT)
 
     def rate(count: Tensor) -> Tensor:
         done = count_within(count, steps) / steps
@@ -74,7 +72,7 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
     return rate
 
 
-@records
+@settings.records
 def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) -> Schedule:
     """Go from ``peak`` at count 0 along half a cosine to ``end`` at ``steps``, and stay there.
 
@@ -94,7 +92,7 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
         Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`_, 2017.
     """
     peak, end = read_rate("peak", peak), read_rate("end", end)
-    steps = check_int(steps, "steps", COUNT, 1, LARGEST_INT)
+    steps = checks.check_int(steps, "steps", COUNT, 1, checks.LARGEST_INT)
 
     def rate(count: Tensor) -> Tensor:
         left = (steps - count_within(count, steps)) / steps
@@ -103,7 +101,7 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
     return rate
 
 
-@records
+@settings.records
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Put schedules one after the other: at each boundary the next begins, at its own count 0.
 
@@ -179,7 +177,7 @@ def rate_at(lr: Any, count: Tensor, name: str = "the schedule") -> Tensor:
                 "expected a real 0-d tensor, one rate for the step."
             )
         return rate
-    number = as_float(rate)
+    number = checks.as_float(rate)
     if not isinstance(number, float):
         raise TypeError(
             f"{name} returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
@@ -200,8 +198,8 @@ def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None
         most = torch.finfo(x.dtype).max
         if not lr <= most:
             raise ValueError(
-                f"lr is {lr!r}, which {paths(spec, 'params')[i]} in {x.dtype} cannot hold, so "
-                f"no step would be applied; expected at most {most:.3g}. A slip in the exponent?"
+                f"lr is {lr!r}, which {trees.paths(spec, 'params')[i]} in {x.dtype} cannot hold, "
+                f"so no step would be applied; expected at most {most:.3g}. A slip in the exponent?"
             )
 
 
@@ -229,14 +227,14 @@ def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
 
     It is a bool where the host knows the rate, which costs a device nothing, else a 0-d tensor.
     """
-    numbers = numbers_in(rate)
+    numbers = trees.numbers_in(rate)
     if numbers is not None and all(abs(x) <= torch.finfo(torch.float16).max for x in numbers):
         return True  # any dtype holds it
     dtypes = {x.dtype for x in leaves}
     if rate.is_floating_point():
         dtypes.add(rate.dtype)  # in which it is compared
     most = min(torch.finfo(dtype).max for dtype in dtypes)
-    return rate.abs() <= most if (number := known(rate)) is None else abs(number) <= most
+    return rate.abs() <= most if (number := trees.known(rate)) is None else abs(number) <= most
 
 
 # Numbers and counts ----------------------------------------------------------------------------
@@ -246,11 +244,11 @@ def as_rate(value: float | Tensor, count: Tensor) -> Tensor:
     """A rate on the device of the count; a number is filled in there, not copied from the host."""
     _check_count(count)
     if isinstance(value, Tensor):
-        return moved(value, count.device, torch.float64)
+        return trees.moved(value, count.device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=count.device)
 
 
-def count_within(count: Tensor, steps: int = LARGEST_INT) -> Tensor:
+def count_within(count: Tensor, steps: int = checks.LARGEST_INT) -> Tensor:
     """The count, from 0 to steps, as float64: integers are exact up to 2**53."""
     return steps_of(count).clamp(max=steps).double()
 
@@ -280,7 +278,7 @@ def _check_count(count: Any) -> None:
 def read_rate(name: str, value: Any, expected: str = "a float or a 0-d tensor") -> Any:
     """A rate: a tensor as it is, and any other number as a float."""
     if not isinstance(value, Tensor):
-        return check_number(value, name, f"{expected}, finite and not negative")
+        return checks.check_number(value, name, f"{expected}, finite and not negative")
     if value.ndim or not _is_real(value):
         raise ValueError(
             f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected "
@@ -312,7 +310,8 @@ def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> list[i
 def check_increasing(counts: Sequence[Any], name: str) -> list[int]:
     """Counts of applied steps as ints, each above the one before it."""
     found = [
-        check_int(count, f"{name}[{i}]", COUNT, 1, LARGEST_INT) for i, count in enumerate(counts)
+        checks.check_int(count, f"{name}[{i}]", COUNT, 1, checks.LARGEST_INT)
+        for i, count in enumerate(counts)
     ]
     for i, (before, count) in enumerate(itertools.pairwise(found), 1):
         if count <= before:

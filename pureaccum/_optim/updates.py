@@ -18,18 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    check_fits,
-    check_state,
-    here,
-    read_params,
-    read_tensors,
-    refuse_without_graph,
-)
-from .._base.dtensors import Layouts, any_sharded, closed, opened, placed_like
-from .._base.states import Spoiled, copies, mark, taken, with_settings
-from .._base.torch_internals.functorch import any_tangent
-from .._base.torch_internals.modes import may_write, transform_active
+from .._base import checks, dtensors, states
+from .._base.torch_internals import functorch, modes
 from .._base.trees import (
     Flat,
     Tree,
@@ -41,10 +31,10 @@ from .._base.trees import (
     tree_map,
     unflatten,
 )
-from .schedules import Schedule, check_kept, is_sound, kept_rate, rate_at
+from . import schedules
 
 
-Rate = float | Tensor | Schedule
+Rate = float | Tensor | schedules.Schedule
 Applied = bool | Tensor
 
 
@@ -109,7 +99,7 @@ def optimizer_of(
         donate: bool = False,
     ) -> tuple[Tree, Any]:
         """The next params and state; where ``applied`` is false, the old ones bit for bit."""
-        flat = read_params(params)
+        flat = checks.read_params(params)
         begun = check(state, flat, "state")(state, flat)
         terms = fitting_gradients(grads, flat, "grads", "There is one gradient for each leaf.")
         told = True if applied is None else known(applied)
@@ -123,8 +113,8 @@ BELONGS = "A state belongs to the params that it was made from by init."
 
 def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str = BELONGS) -> list[Tensor]:
     """The leaves of a tree that has the structure and shapes of another."""
-    leaves, spec = read_tensors(tree, names[0], cause)
-    check_fits(leaves, spec, *like, names, cause)
+    leaves, spec = checks.read_tensors(tree, names[0], cause)
+    checks.check_fits(leaves, spec, *like, names, cause)
     return leaves
 
 
@@ -143,7 +133,7 @@ def fitting_gradients(grads: Tree, params: Flat, root: str, cause: str) -> list[
 def refuse_graph(what: str, tensors: list[Tensor]) -> None:
     """Raise where a loss that plain autograd records would take a result for a constant."""
     if any(x.requires_grad for x in tensors):
-        refuse_without_graph(what)
+        checks.refuse_without_graph(what)
 
 
 # Optimizers of ours ------------------------------------------------------------------------
@@ -188,18 +178,18 @@ def by_method(method: Method) -> Optimizer:
 
 def _init(method: Method, params: Tree) -> Any:
     """The state before the first step: zeros in the dtypes of the parameters, as in torch."""
-    leaves, spec = read_params(params)
-    lr = kept_rate(method.lr, leaves, spec)
+    leaves, spec = checks.read_params(params)
+    lr = schedules.kept_rate(method.lr, leaves, spec)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     zeros = partial(torch.zeros_like, requires_grad=False)
     zero = {name: tree_map(zeros, params) for name in method.trees}
-    return method.state(steps=with_settings(steps, method.settings), lr=lr, **zero)
+    return method.state(steps=states.with_settings(steps, method.settings), lr=lr, **zero)
 
 
 def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
     """Check that a state is one of this method and fits these params."""
-    check_state(state, method.state, method.owner, root)
-    check_kept(method.lr, state.lr, root)
+    checks.check_state(state, method.state, method.owner, root)
+    schedules.check_kept(method.lr, state.lr, root)
     for name in method.state._fields[2:]:  # beside steps and learning rate
         if name in method.trees:
             fitting(getattr(state, name), params, (f"{root}.{name}", "params"))
@@ -213,12 +203,12 @@ def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
 
 def _begin(method: Method, state: Any, params: Flat) -> Ready:
     """A step of a method before it is taken."""
-    rate = state.lr if isinstance(method.lr, float) else rate_at(method.lr, state.steps)
-    if transform_active():  # a graph moves it once, and not for every dtype
+    rate = state.lr if isinstance(method.lr, float) else schedules.rate_at(method.lr, state.steps)
+    if modes.transform_active():  # a graph moves it once, and not for every dtype
         rate = moved(rate, params[0][0].device)
     old = [tree_leaves(getattr(state, name)) for name in method.trees]
     begun = _Begun(method=method, state=state, params=params, trees=old, rate=rate)
-    return Ready(sound=is_sound(rate, params[0]), apply=begun.take)
+    return Ready(sound=schedules.is_sound(rate, params[0]), apply=begun.take)
 
 
 class _Begun(NamedTuple):
@@ -235,7 +225,7 @@ class _Begun(NamedTuple):
     ) -> tuple[Tree, Any]:
         """The next params and state, from the columns of both."""
         method, state, (leaves, spec), old, rate = self
-        own = (writes := may_write()) and donate
+        own = (writes := modes.may_write()) and donate
         given_up = [*leaves, *tree_leaves(state)] if own else []
         columns, terms, layouts = _on_this_rank([leaves, *old], grads)
         # What the next state holds beside the columns is made before anything is written.
@@ -243,18 +233,19 @@ class _Begun(NamedTuple):
         more = applied if isinstance(applied, bool) else moved(applied, state.steps.device)
         count = step if applied is True else state.steps + more
         tensors = [*terms, *chain(*columns)]
-        imagined = not writes and (transform_active() or type(step) is not Tensor)  # no numbers
-        if imagined or any_tangent([rate, *tensors]):  # kernels lose them
+        # no numbers
+        imagined = not writes and (modes.transform_active() or type(step) is not Tensor)
+        if imagined or functorch.any_tangent([rate, *tensors]):  # kernels lose them
             new = by_formula(method, terms, columns, step, rate, applied)
         else:
-            if here.backward is not None:
+            if checks.here.backward is not None:
                 refuse_graph(f"a step of {method.owner}", tensors)
             foreach = columns[0][0].device.type != "cpu"
             with torch.no_grad():
                 new = by_kernel(method, terms, columns, step, rate, applied, given_up, foreach)
         if own:
-            mark(given_up)
-        new = new if layouts is None else [closed(column, layouts) for column in new]
+            states.mark(given_up)
+        new = new if layouts is None else [dtensors.closed(column, layouts) for column in new]
         new_params, *later = [unflatten(spec, column) for column in new]
         held = dict(zip(method.trees, later, strict=True))
         # not _replace, from which torch 2.11's compiler returns broken tuples
@@ -263,16 +254,16 @@ class _Begun(NamedTuple):
 
 def _on_this_rank(
     columns: Columns, grads: list[Tensor]
-) -> tuple[Columns, list[Tensor], Layouts | None]:
+) -> tuple[Columns, list[Tensor], dtensors.Layouts | None]:
     """Local parts, which are all that a method looks at, and dense gradients of their dtypes."""
     params = columns[0]
     dense = [g.to_dense() if g.is_sparse else g for g in grads]
     terms = [g if g.dtype == x.dtype else g.to(x.dtype) for g, x in zip(dense, params, strict=True)]
-    if not any_sharded(params):
+    if not dtensors.any_sharded(params):
         return columns, terms, None
-    parts, layouts = opened(params)
-    rest = [opened(placed_like(column, params))[0] for column in columns[1:]]
-    return [parts, *rest], opened(placed_like(terms, params))[0], layouts
+    parts, layouts = dtensors.opened(params)
+    rest = [dtensors.opened(dtensors.placed_like(column, params))[0] for column in columns[1:]]
+    return [parts, *rest], dtensors.opened(dtensors.placed_like(terms, params))[0], layouts
 
 
 # The next columns, in two ways ---------------------------------------------------------------
@@ -333,7 +324,7 @@ def by_kernel(
     if not method.runs(step, rate_) and applied is not False:
         return by_formula(method, grads, columns, step, rate, applied)
     # Donated memory is written under new names, which take over if all goes well.
-    work, written = taken(columns, bool(given_up)), False
+    work, written = states.taken(columns, bool(given_up)), False
     try:
         if applied is False:
             pass
@@ -344,7 +335,7 @@ def by_kernel(
         elif given_up:
             for part in _groups(work):
                 old = [column[part] for column in work]
-                new = copies(old)
+                new = states.copies(old)
                 method.kernel(new, grads[part], step, rate_, None, foreach)
                 written = True
                 _select(applied, new, old, into=old)
@@ -354,7 +345,7 @@ def by_kernel(
             _select(applied, work, columns, into=work)
     except BaseException:
         if written:
-            mark(given_up, Spoiled)
+            states.mark(given_up, states.Spoiled)
         raise
     return work
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._base.torch_internals.modes import Asking, transform_active
-from .._base.trees import accumulation_dtype
-from .._core.exchange import gather_one
+from .._base import trees
+from .._base.torch_internals import modes
+from .._core import exchange
 
 
 class Share(NamedTuple):
@@ -59,7 +59,7 @@ class Scaling(NamedTuple):
 
 def share_of_rows(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
     """The share of one microbatch: sums over all of its dims but dim 1."""
-    if dtype != (wide := accumulation_dtype(dtype)):
+    if dtype != (wide := trees.accumulation_dtype(dtype)):
         x = x.to(wide)
     # The moments and their derivatives do not depend on where distances are measured from.
     # (torch.var_mean takes ten times as long on a CPU.)
@@ -96,7 +96,7 @@ def moments_of(shares: Share, elements: Sequence[int], group: Any = None) -> Bat
     merged, count = merged_shares(shares, elements), sum(elements)
     if group is not None:
         number = merged.about.new_full((1,), float(count))
-        of_all = gather_one(torch.cat([number, *merged]), group)
+        of_all = exchange.gather_one(torch.cat([number, *merged]), group)
         each, *stacked = of_all.split([1, *[len(merged.about)] * 3], 1)
         each = each.squeeze(1)
         merged, count = merged_shares(Share(*stacked), each), each.sum()
@@ -119,7 +119,7 @@ def scaling_of(
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    wide = accumulation_dtype(dtype)
+    wide = trees.accumulation_dtype(dtype)
     return Scaling(*(x.to(wide) for x in (mean, var, scale, shift)))
 
 
@@ -138,7 +138,7 @@ def normalise(
     # Where a dim is 1, strides do not say in which order numbers lie, and torch's kernel for images
     # takes those of a gradient for another order than they are in.
     flat = x.flatten(2) if len(spatial) > 1 and 1 in (x.shape[0], *spatial) else x
-    if x.dtype != mean.dtype and transform_active():  # torch.func takes all in one dtype only
+    if x.dtype != mean.dtype and modes.transform_active():  # torch.func takes all in one dtype only
         flat = flat.to(mean.dtype)
     out = F.batch_norm(flat, mean, var, scale, shift, training=False, eps=eps).to(x.dtype)
     return out if flat.dim() == x.dim() else out.unflatten(2, spatial)
@@ -206,11 +206,11 @@ def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return func is not torch.batch_norm or call.get("training") is not False
 
 
-def refusing_batch_norm(error: Callable[[Any], BaseException]) -> Asking:
+def refusing_batch_norm(error: Callable[[Any], BaseException]) -> modes.Asking:
     """A mode that raises where a batch norm, by its function, looks at what it is given."""
 
     def before(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs):
             raise error(func)
 
-    return Asking(before)
+    return modes.Asking(before)

@@ -18,16 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._base.checks import LARGEST_INT
-from .._base.torch_internals.autograd import tensor_hooks
-from .._base.torch_internals.functorch import any_mapped
-from .._base.torch_internals.modes import transform_active, unnoticed
-from .._base.torch_internals.module_slots import BUFFERS
-from .._core.buckets import group_of
-from .._core.closures import telling
-from .._core.microbatch import Keep
-from .microbatched_module import WholeBatch
-from .shell import Places, call_module, full_name, own_tensor, places_of
+from .._base import checks
+from .._base.torch_internals import autograd, functorch, modes, module_slots
+from .._core import buckets, closures, microbatch
+from . import microbatched_module, shell
 
 
 class Functional(NamedTuple):
@@ -55,7 +49,7 @@ def functional(
     module: nn.Module,
     *,
     microbatch_size: int | Sequence[int] | None = None,
-    keep: Keep = "device",
+    keep: microbatch.Keep = "device",
     group: Any = None,
 ) -> Functional:
     """Make a pure function of a module; the module's own tensors and modes are never changed.
@@ -112,20 +106,22 @@ def functional(
         <https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html>`_
     """
     _refuse(module)
-    places = places_of(module)
+    places = shell.places_of(module)
     params: dict[str, Tensor] = {}
     frozen: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     held: dict[str, tuple[Tensor, dict[str, Any], str]] = {}
     for name, ((i, table, key), *_) in places.slots.items():
-        tensor = own_tensor(places, name)
+        tensor = shell.own_tensor(places, name)
         if is_lazy(tensor):
             raise ValueError(
                 f"{name} has no shape yet; call the lazy module once, on one batch, before "
                 "functional(module)."
             )
-        kind = buffers if table == BUFFERS else params if tensor.requires_grad else frozen
-        if kind is params and any(tensor_hooks(tensor)):
+        kind = (
+            buffers if table == module_slots.BUFFERS else params if tensor.requires_grad else frozen
+        )
+        if kind is params and any(autograd.tensor_hooks(tensor)):
             raise ValueError(
                 f"{name} has a hook on its gradient, which would never be called: gradients are "
                 "those of the tensors that apply is given. Remove it, and change the gradient by a "
@@ -137,14 +133,14 @@ def functional(
     names = Names(
         params={name: x.shape for name, x in (params | frozen).items()},
         buffers={name: x.shape for name, x in buffers.items()},
-        own=[own_tensor(places, name) for name in params | frozen],
+        own=[shell.own_tensor(places, name) for name in params | frozen],
         required=[name in params for name in params | frozen],
         held=held,
     )
     whole = None
     if microbatch_size is not None or group is not None:
-        size = LARGEST_INT if microbatch_size is None else microbatch_size
-        whole = WholeBatch(places, size, keep, group)
+        size = checks.LARGEST_INT if microbatch_size is None else microbatch_size
+        whole = microbatched_module.WholeBatch(places, size, keep, group)
     return Functional(partial(_apply, places, names, frozen, whole), params, buffers, frozen)
 
 
@@ -158,14 +154,14 @@ class Names(NamedTuple):
     held: dict[str, tuple[Tensor, dict[str, Any], str]]  # what was handed out, and its place
 
 
-telling[Names] = lambda _: ()  # a function that has these has Places, too
+closures.telling[Names] = lambda _: ()  # a function that has these has Places, too
 
 
 def _apply(
-    places: Places,
+    places: shell.Places,
     names: Names,
     frozen: dict[str, Tensor],
-    whole: WholeBatch | None,
+    whole: microbatched_module.WholeBatch | None,
     params: Any,
     buffers: Any,
     /,
@@ -179,7 +175,7 @@ def _apply(
     else:
         # Unnoticed by the modes around the call: nothing is computed here, and one that puts in
         # other tensors would do so for the module's own.
-        with unnoticed():
+        with modes.unnoticed():
             fit = _fits(params, names.params)
             fit = fit and (buffers in ((), {}) or _fits(buffers, names.buffers))
             if not fit or [*map(_REQUIRES_GRAD, names.own)] != names.required:
@@ -194,7 +190,7 @@ def _apply(
     else:
         if buffers:
             tensors = tensors | {name: buffer.clone() for name, buffer in buffers.items()}
-        out, held = call_module(places, tensors, buffers, args, kwargs)
+        out, held = shell.call_module(places, tensors, buffers, args, kwargs)
     return out, {name: held[name] for name in buffers} if buffers else buffers
 
 
@@ -211,7 +207,7 @@ def _frozen(
         if name not in params:
             handed_out, table, key = names.held[name]
             rest[name] = table[key] if x is handed_out else x
-    if rest and transform_active() and any_mapped(params.values()):
+    if rest and modes.transform_active() and functorch.any_mapped(params.values()):
         raise ValueError(
             f"the parameters are mapped by a vmap, and params[{next(iter(rest))!r}] is frozen and "
             "not among them: members of an ensemble may differ in it. Say what it is: the same for "
@@ -236,13 +232,17 @@ def _missing_buffer(names: Names, buffers: Any) -> ValueError:
 
 
 def _check_call(
-    places: Places, names: Names, params: Any, buffers: Any, compiled: WholeBatch | None = None
+    places: shell.Places,
+    names: Names,
+    params: Any,
+    buffers: Any,
+    compiled: microbatched_module.WholeBatch | None = None,
 ) -> None:
     """Check what ``apply`` is given, and that what is trained or frozen was so from the start."""
     _check(params, names.params, places, "params")
     _check(buffers, names.buffers, places, "buffers")
     if compiled is not None and compiled.group is not None:
-        group_of(compiled.group)  # raises: no graph reaches other ranks
+        buckets.group_of(compiled.group)  # raises: no graph reaches other ranks
     for name, x, required in zip(names.params, names.own, names.required, strict=True):
         if x.requires_grad != required:
             was, now = ("trained", "frozen") if required else ("frozen", "trained")
@@ -264,7 +264,7 @@ _PLAIN = {Tensor, nn.Parameter}
 _SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
 
 
-def _check(given: Any, shapes: dict[str, torch.Size], places: Places, root: str) -> None:
+def _check(given: Any, shapes: dict[str, torch.Size], places: shell.Places, root: str) -> None:
     """Check names and shapes, and say what is wrong with them."""
     if isinstance(given, tuple) and not given:
         return
@@ -287,9 +287,9 @@ def _check(given: Any, shapes: dict[str, torch.Size], places: Places, root: str)
             )
 
 
-def _stranger(name: str, shapes: dict[str, torch.Size], places: Places, root: str) -> str:
+def _stranger(name: str, shapes: dict[str, torch.Size], places: shell.Places, root: str) -> str:
     for own, (_, *others) in places.slots.items():
-        if name in [full_name(places.paths[i], key) for i, _, key in others]:
+        if name in [shell.full_name(places.paths[i], key) for i, _, key in others]:
             return f"is tied to {own!r} in the module; give that one alone."
     wrong = f"is no {'parameter' if root == 'params' else 'buffer'} of the module"
     for own in shapes:

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import check_int, check_number, shown
-from .._base.dtensors import is_sharded
-from .._base.sharded_rows import locally
-from .._base.torch_internals.modes import may_write
+from .._base import checks, dtensors, sharded_rows
+from .._base.torch_internals import modes
 
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -49,7 +47,7 @@ def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
         Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
         <https://doi.org/10.1145/2063384.2063405>`_, 2011, for all that is made of a key.
     """
-    seed = check_int(seed, "seed", "an int from -2**63 to 2**64 - 1", -(2**63), 2**64 - 1)
+    seed = checks.check_int(seed, "seed", "an int from -2**63 to 2**64 - 1", -(2**63), 2**64 - 1)
     words = (seed >> 32) % 2**32, seed % 2**32
     # Filled where it lies: for a copy the host would wait.
     return torch.stack([torch.full((), w, dtype=torch.int64, device=device) for w in words])
@@ -70,11 +68,13 @@ def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
         >>> torch.equal(rows[2], fold_in(key(0), 2))
         True
     """
-    if is_sharded(key) and not isinstance(n, Tensor):
-        return locally(lambda key: fold_in(key, n), key, 1)
+    if dtensors.is_sharded(key) and not isinstance(n, Tensor):
+        return sharded_rows.locally(lambda key: fold_in(key, n), key, 1)
     _check_key(key)
     if not isinstance(n, Tensor):
-        n = check_int(n, "n", "an int from 0 to 2**62 - 1, or a tensor of such", 0, 2**62 - 1)
+        n = checks.check_int(
+            n, "n", "an int from 0 to 2**62 - 1, or a tensor of such", 0, 2**62 - 1
+        )
         n = torch.full((), n, dtype=torch.int64, device=key.device)
     elif n.is_floating_point() or n.is_complex() or n.dtype == torch.bool:
         raise TypeError(f"n is a tensor of {n.dtype}; expected integers.")
@@ -95,10 +95,10 @@ def split_key(key: Tensor, n: int = 2) -> Tensor:
         >>> normal(for_weights, (2,)), uniform(for_masks)
         (tensor([-0.7631,  0.0017]), tensor(0.2748))
     """
-    if is_sharded(key):
-        return locally(lambda key: split_key(key, n), key, 1)
+    if dtensors.is_sharded(key):
+        return sharded_rows.locally(lambda key: split_key(key, n), key, 1)
     _check_key(key)
-    n = check_int(n, "n", "an int from 1 to 2**62 - 1", 1, 2**62 - 1)
+    n = checks.check_int(n, "n", "an int from 1 to 2**62 - 1", 1, 2**62 - 1)
     counters = torch.arange(n, device=key.device) + SPLIT
     return _threefry(key.unsqueeze(-2), counters).long() & WORD
 
@@ -179,7 +179,7 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"x is a {type(x).__name__}; expected a tensor.")
-    p = check_number(p, "p", "a number in [0, 1]", lambda p: 0 <= p <= 1)
+    p = checks.check_number(p, "p", "a number in [0, 1]", lambda p: 0 <= p <= 1)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"x is a tensor of {x.dtype}; expected floating-point or complex numbers.")
     _check_key(key)
@@ -207,7 +207,7 @@ def _threefry(key: Tensor, counters: Tensor) -> Tensor:
     schedule = k0, k1, k0 ^ k1 ^ 0x1BD11BDA
     x0, x1 = (counters >> 32).int() + k0, counters.int() + k1
     cls: Any = Tensor
-    add, xor = (cls.add_, cls.bitwise_xor_) if may_write() else (cls.add, cls.bitwise_xor)
+    add, xor = (cls.add_, cls.bitwise_xor_) if modes.may_write() else (cls.add, cls.bitwise_xor)
     for group in range(5):
         for r in ROTATIONS[group % 2]:
             x0 = add(x0, x1)
@@ -225,18 +225,19 @@ def _draw(
 
     A CPU does so in pieces that fit its cache: 16 million numbers take a third of the time.
     """
-    if is_sharded(key):
-        return locally(lambda key: _draw(key, shape, dtype, number, each), key, 1)
+    if dtensors.is_sharded(key):
+        return sharded_rows.locally(lambda key: _draw(key, shape, dtype, number, each), key, 1)
     _check_key(key)
     if not isinstance(shape, Sequence) or any(n < 0 for n in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"shape is {shape!r}; expected a tuple of ints, none of them negative.")
     count, whole, device = math.prod(shape), (*key.shape[:-1], *shape), key.device
     if count > MOST_DRAWN:
         raise ValueError(
-            f"shape has {shown(count)} numbers; expected at most 2**57, more than any memory holds."
+            f"shape has {checks.shown(count)} numbers; expected at most 2**57, more than any "
+            "memory holds."
         )
     blocks = -(-count // each)
-    if device.type != "cpu" or not may_write():
+    if device.type != "cpu" or not modes.may_write():
         counters = torch.arange(blocks, device=device) | DRAW
         numbers = number(_threefry(key.unsqueeze(-2), counters))
         return numbers.flatten(-2)[..., :count].reshape(whole)

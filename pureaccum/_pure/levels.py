@@ -16,9 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch_norm import normalise
-from .symbols import Symbol, value_of, values_in
-from .trace import Operation
+from . import batch_norm, symbols, trace
 
 
 class Instruction(NamedTuple):
@@ -27,39 +25,40 @@ class Instruction(NamedTuple):
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    gives: Symbol
-    last: Sequence[Symbol] = ()  # what nobody reads after it
+    gives: symbols.Symbol
+    last: Sequence[symbols.Symbol] = ()  # what nobody reads after it
 
-    def reads(self) -> list[Symbol]:
+    def reads(self) -> list[symbols.Symbol]:
         """The values that it is given."""
-        return values_in(*self.args, *self.kwargs.values())
+        return symbols.values_in(*self.args, *self.kwargs.values())
 
 
 class Level(NamedTuple):
     """What lies between one BatchNorm and the next."""
 
     steps: list[Instruction]
-    takes: list[Symbol]  # what it is given
-    shared: list[Symbol]  # the module's tensors that it uses, and others that are captured
-    scaled: list[Symbol]  # the BatchNorm layers that it runs, since their moments are known by now
-    gives: list[Symbol]  # what later levels take, or the output is made of
-    pools: list[Symbol]  # the BatchNorm layers whose moments come next
+    takes: list[symbols.Symbol]  # what it is given
+    shared: list[symbols.Symbol]  # the module's tensors that it uses, and others that are captured
+    # the BatchNorm layers that it runs, since their moments are known by now
+    scaled: list[symbols.Symbol]
+    gives: list[symbols.Symbol]  # what later levels take, or the output is made of
+    pools: list[symbols.Symbol]  # the BatchNorm layers whose moments come next
 
 
 CONSTANT = -1  # the level of what does not depend on the input
 
 
-def run_steps(steps: Sequence[Instruction], known: dict[Symbol, Any]) -> None:
+def run_steps(steps: Sequence[Instruction], known: dict[symbols.Symbol, Any]) -> None:
     """Run a program; ``known`` has the values that it is given, and then those that it made."""
     for func, args, kwargs, gives, last in steps:
-        its = [known[x] if type(x) is Symbol else value_of(x, known) for x in args]
-        known[gives] = func(*its, **{key: value_of(x, known) for key, x in kwargs.items()})
+        its = [known[x] if type(x) is symbols.Symbol else symbols.value_of(x, known) for x in args]
+        known[gives] = func(*its, **{key: symbols.value_of(x, known) for key, x in kwargs.items()})
         for value in last:
             del known[value]
 
 
 def levels_of(
-    operations: Sequence[Operation], outputs: Sequence[Symbol], seeded: bool = False
+    operations: Sequence[trace.Operation], outputs: Sequence[symbols.Symbol], seeded: bool = False
 ) -> list[Level]:
     """The levels of some operations, from the input to the output, which is made of ``outputs``.
 
@@ -74,12 +73,12 @@ class _Plan:
     """In which level each value is made, and which values a level gives to later ones."""
 
     def __init__(
-        self, operations: Sequence[Operation], outputs: Sequence[Symbol], seeded: bool
+        self, operations: Sequence[trace.Operation], outputs: Sequence[symbols.Symbol], seeded: bool
     ) -> None:
-        made = {Symbol("made", i): operation for i, operation in enumerate(operations)}
+        made = {symbols.Symbol("made", i): operation for i, operation in enumerate(operations)}
         self.steps = {value: _step(value, operation, seeded) for value, operation in made.items()}
-        self.level: dict[Symbol, int] = {}
-        read_in: dict[Symbol, int] = {}  # the last level that reads it
+        self.level: dict[symbols.Symbol, int] = {}
+        read_in: dict[symbols.Symbol, int] = {}  # the last level that reads it
         for value, operation in made.items():
             reads = self.steps[value].reads()
             levels = [0 if x.kind == "input" else self.level.get(x, CONSTANT) for x in reads]
@@ -94,10 +93,10 @@ class _Plan:
 
     def given_by(
         self,
-        made: Mapping[Symbol, Operation],
-        read_in: dict[Symbol, int],
-        outputs: Sequence[Symbol],
-    ) -> dict[Symbol, int]:
+        made: Mapping[symbols.Symbol, trace.Operation],
+        read_in: dict[symbols.Symbol, int],
+        outputs: Sequence[symbols.Symbol],
+    ) -> dict[symbols.Symbol, int]:
         """The level that gives each value which a later one reads, or the output is made of."""
         of_batch = {v: x for v, x in made.items() if self.level[v] > CONSTANT}
         later = [v for v in of_batch if self.level[v] < read_in.get(v, CONSTANT)]
@@ -114,16 +113,23 @@ class _Plan:
         mine, takes, shared = self.needed_by(ends, at_hand)
         return Level(
             steps=_forgetting([self.steps[v] for v in mine], ends),
-            takes=takes or [Symbol("input", 0)],  # for how many rows there are
+            takes=takes or [symbols.Symbol("input", 0)],  # for how many rows there are
             shared=shared,
-            scaled=[v for v in mine if self.steps[v].func is normalise],
+            scaled=[v for v in mine if self.steps[v].func is batch_norm.normalise],
             gives=gives,
             pools=pools,
         )
 
-    def needed_by(self, ends: set[Symbol], at_hand: set[Symbol]) -> tuple[list[Symbol], ...]:
+    def needed_by(
+        self, ends: set[symbols.Symbol], at_hand: set[symbols.Symbol]
+    ) -> tuple[list[symbols.Symbol], ...]:
         """The values that lead to some: those to compute, to take, and of the module."""
-        mine, takes, shared, below = set[Symbol](), set[Symbol](), set[Symbol](), [*ends]
+        mine, takes, shared, below = (
+            set[symbols.Symbol](),
+            set[symbols.Symbol](),
+            set[symbols.Symbol](),
+            [*ends],
+        )
         while below:
             value = below.pop()
             if value.kind == "input" or value in at_hand:
@@ -136,7 +142,7 @@ class _Plan:
         return sorted(mine), sorted(takes), sorted(shared)
 
 
-def _forgetting(steps: Sequence[Instruction], ends: set[Symbol]) -> list[Instruction]:
+def _forgetting(steps: Sequence[Instruction], ends: set[symbols.Symbol]) -> list[Instruction]:
     """The same program, which lets go of each value once nothing reads it any more."""
     program, later = list[Instruction](), {*ends}
     for step in reversed(steps):
@@ -146,13 +152,13 @@ def _forgetting(steps: Sequence[Instruction], ends: set[Symbol]) -> list[Instruc
     return program[::-1]
 
 
-def _step(value: Symbol, operation: Operation, seeded: bool) -> Instruction:
+def _step(value: symbols.Symbol, operation: trace.Operation, seeded: bool) -> Instruction:
     """An operation as a step of a program."""
     func, args, kwargs = operation.func, operation.args, operation.kwargs
     if operation.is_norm():
         affine = (None, None) if operation.affine() else (kwargs["weight"], kwargs["bias"])
-        args = kwargs["input"], Symbol("scaling", value.at), *affine, kwargs["eps"]
-        func, kwargs = normalise, {}
+        args = kwargs["input"], symbols.Symbol("scaling", value.at), *affine, kwargs["eps"]
+        func, kwargs = batch_norm.normalise, {}
     if operation.writes is not None:
         func, args = partial(_on_copy, func), (operation.writes, *args)
     if operation.draws and seeded:
@@ -182,13 +188,15 @@ _CHEAP = (
 )
 
 
-def _repeated(made: Mapping[Symbol, Operation], later: Sequence[Symbol]) -> set[Symbol]:
+def _repeated(
+    made: Mapping[symbols.Symbol, trace.Operation], later: Sequence[symbols.Symbol]
+) -> set[symbols.Symbol]:
     """The values that later levels compute again, from what is handed on to them in any case.
 
     So a residual block's sum is not kept beside what is summed, nor a dense one's concatenation
     beside its parts, nor the first convolution of an image, which is ten times as large.
     """
-    repeated: set[Symbol] = set()
+    repeated: set[symbols.Symbol] = set()
     costs = dict.fromkeys(later, 0)  # in operations, of what can be had from what is handed on
     for value, operation in made.items():
         if _is_cheap(operation):
@@ -200,7 +208,7 @@ def _repeated(made: Mapping[Symbol, Operation], later: Sequence[Symbol]) -> set[
     return repeated
 
 
-def _is_cheap(operation: Operation) -> bool:
+def _is_cheap(operation: trace.Operation) -> bool:
     if operation.func in (F.conv1d, F.conv2d, F.conv3d):
         return operation.reads()[0].kind == "input" and operation.growth >= 4
     return operation.is_norm() or operation.name().rstrip("_") in _CHEAP.split()

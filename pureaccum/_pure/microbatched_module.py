@@ -25,42 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._base.checks import outside_inference_mode
-from .._base.containers import open_tree
-from .._base.dtensors import refuse_sharded
-from .._base.random_state import generators, restore
-from .._base.observation import observed
-from .._base.torch_internals.functorch import down_to
-from .._base.torch_internals.modes import dispatched, unnoticed, untraced
-from .._base.torch_internals.module_slots import is_compiled_module
-from .._base.trees import Tree, flatten, paths, tree_map, unflatten
-from .._core.batches import (
-    check_sizes,
-    need_rows,
-    parts_of_batch,
-    read_batch,
-    rows_to_cut,
-    sizes_of_batch,
-)
-from .._core.buckets import group_of
-from .._core.closures import telling
+from .._base import checks, containers, dtensors, observation, random_state, trees
+from .._base.torch_internals import functorch, modes, module_slots
+from .._core import batches, buckets, closures, writes
 from .._core.microbatch import Keep, microbatch
-from .._core.writes import unguarded
-from .batch_norm import (
-    BatchMoments,
-    Scaling,
-    Share,
-    couples,
-    moments_of,
-    of_itself,
-    refusing_batch_norm,
-    scaling_of,
-    share_of_rows,
-)
+from . import batch_norm, recorded_module, shell, symbols
 from .levels import Level, levels_of, run_steps
-from .recorded_module import ModuleCall, Trace, call_pure, plain_tensor, recorded
-from .shell import Places, check_unchanged, own_tensor
-from .symbols import ROWS, Symbol
 from .trace import Operation
 
 
@@ -71,10 +41,10 @@ _MOST = 256  # structures that are remembered
 class WholeBatch:
     """Calls a module with a whole batch, microbatch by microbatch."""
 
-    def __init__(self, places: Places, size: Any, keep: Keep, group: Any) -> None:
-        self.places, self.size = places, check_sizes(size)
+    def __init__(self, places: shell.Places, size: Any, keep: Keep, group: Any) -> None:
+        self.places, self.size = places, batches.check_sizes(size)
         self.keep: Keep = keep
-        self.group = None if group is None else group_of(group)
+        self.group = None if group is None else buckets.group_of(group)
         self.plain = microbatch(self.call, microbatch_size=size, keep=keep, batch_argnums=2)
         self.layers: dict[Any, Any] = {}  # see ``ModuleCall``
         self.by_function = False  # whether it calls F.batch_norm beside its layers
@@ -85,7 +55,9 @@ class WholeBatch:
                     f"module.{path} is a {type(part).__name__}, which does not know its shape yet; "
                     "call the module once, on one batch, before functional(module)."
                 )
-            if is_compiled_module(part) and "BatchNorm" in getattr(part, "original_name", ""):
+            if module_slots.is_compiled_module(part) and "BatchNorm" in getattr(
+                part, "original_name", ""
+            ):
                 raise ValueError(
                     f"module.{path} is scripted, so that there is no cut at this BatchNorm; "
                     "expected the module that was scripted."
@@ -95,33 +67,37 @@ class WholeBatch:
         self, tensors: Tensors, buffers: Sequence[str], args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, Tensors]:
         """Call the module with a batch; returns what it returned, and its new buffers."""
-        batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
-        need_rows(batch, "what apply is given")
-        sizes = sizes_of_batch(rows_to_cut(batch, "args", one_by_one=True), self.size)
+        batch = batches.read_batch({**dict(enumerate(args)), **kwargs}, "args")
+        batches.need_rows(batch, "what apply is given")
+        sizes = batches.sizes_of_batch(
+            batches.rows_to_cut(batch, "args", one_by_one=True), self.size
+        )
         if not sizes and self.group is not None:  # other ranks wait for what this one has: nothing
             sizes = [0]
         new = {name: tensors[name].clone() for name in buffers}
         out = self.out_of(tensors, new, (args, kwargs), sizes)
         # Results were kept on the host, and are not to be returned there.
         if self.keep == "host" and (device := _device_of(tensors)) is not None:
-            out = tree_map(lambda x: x.to(device, non_blocking=True), out)
+            out = trees.tree_map(lambda x: x.to(device, non_blocking=True), out)
         return out, new
 
-    def out_of(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
+    def out_of(
+        self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]
+    ) -> trees.Tree:
         """What the module returns; the running statistics in ``new`` are updated."""
-        check_unchanged(self.places)
-        leaves, spec = flatten(arguments)
+        shell.check_unchanged(self.places)
+        leaves, spec = trees.flatten(arguments)
         given = [x for x in leaves if isinstance(x, Tensor)]
-        if not self.by_function and not any(map(couples, self.places.modules)):
-            before = generators({x.device for x in given})
+        if not self.by_function and not any(map(batch_norm.couples, self.places.modules)):
+            before = random_state.generators({x.device for x in given})
             try:
-                watch = refusing_batch_norm(lambda _: CoupledError())
+                watch = batch_norm.refusing_batch_norm(lambda _: CoupledError())
                 return self.plain(iter([watch]), tensors, arguments)
             except CoupledError:
                 self.by_function = True
-                restore(before)
-        own = {name: own_tensor(self.places, name) for name in self.places.slots} | tensors
-        batch = ModuleCall(
+                random_state.restore(before)
+        own = {name: shell.own_tensor(self.places, name) for name in self.places.slots} | tensors
+        batch = recorded_module.ModuleCall(
             places=self.places,
             layers=self.layers,
             own=own,
@@ -134,32 +110,37 @@ class WholeBatch:
         if not (norms := trace.norms()):
             return self.plain(iter(()), tensors, arguments)
         place = norms[0].place
-        if parts_of_batch() > 1:
+        if batches.parts_of_batch() > 1:
             raise RuntimeError(_CUT.format(place))
         if not sum(batch.sizes) and self.group is None:
             raise ValueError(f"{place} was given a batch without rows.")
-        refuse_sharded([*given, *tensors.values()], "what apply is given", _NO_RULE)
+        dtensors.refuse_sharded([*given, *tensors.values()], "what apply is given", _NO_RULE)
         in_parts = partial(microbatch, microbatch_size=self.size, keep=self.keep)
         out, moments, notes = _run(trace, batch, in_parts, self.group)
         _update(trace, batch, new, moments, notes)
-        return unflatten(trace.spec, out)
+        return trees.unflatten(trace.spec, out)
 
-    def trace(self, batch: ModuleCall) -> Trace:
+    def trace(self, batch: recorded_module.ModuleCall) -> recorded_module.Trace:
         """What the module does now, proved."""
-        looked_at, state = not dispatched(), random.getstate()
+        looked_at, state = not modes.dispatched(), random.getstate()
         sizes = [size or 1 for size in batch.sizes]
         recording = torch.is_grad_enabled()
         # No transform, no tracer and no inference mode around follows it.
-        with down_to(0), untraced(), outside_inference_mode(), torch.set_grad_enabled(recording):
-            trace, _ = recorded(batch.alone(sizes.index(max(sizes))))
+        with (
+            functorch.down_to(0),
+            modes.untraced(),
+            checks.outside_inference_mode(),
+            torch.set_grad_enabled(recording),
+        ):
+            trace, _ = recorded_module.recorded(batch.alone(sizes.index(max(sizes))))
             structure = trace.structure()
             for size in {*sizes} if looked_at and trace.norms() else ():
                 if (structure, size) in self.proved:
                     continue
-                before = generators({x.device for x in batch.given})
+                before = random_state.generators({x.device for x in batch.given})
                 error = _disproof(trace, batch.alone(sizes.index(size)), state)
                 if any(operation.draws for operation in trace.operations):
-                    restore(before)
+                    random_state.restore(before)
                 if isinstance(error, ValueError):  # one of ours, which says what to do
                     raise error
                 if error is not None:
@@ -170,21 +151,21 @@ class WholeBatch:
                 self.proved.add((structure, size))
         return trace
 
-    def call(self, watch: Iterator[Any], tensors: Tensors, arguments: Any) -> Tree:
+    def call(self, watch: Iterator[Any], tensors: Tensors, arguments: Any) -> trees.Tree:
         args, kwargs = arguments
         with next(watch, nullcontext()):
-            out = call_pure(self.places, tensors, args, kwargs)
-        rows = next(x.shape[0] for x in flatten(arguments)[0] if isinstance(x, Tensor))
-        leaves, spec = open_tree(out, "out")
+            out = recorded_module.call_pure(self.places, tensors, args, kwargs)
+        rows = next(x.shape[0] for x in trees.flatten(arguments)[0] if isinstance(x, Tensor))
+        leaves, spec = containers.open_tree(out, "out")
         for i, x in enumerate(leaves):
             if not _has_rows(x, rows):
-                raise ValueError(_NO_ROWS.format(paths(spec, "out")[i], rows, _came(x)))
+                raise ValueError(_NO_ROWS.format(trees.paths(spec, "out")[i], rows, _came(x)))
         return out
 
 
 # Operations hold symbols, of which each call is given the tensors.
-telling[WholeBatch] = lambda whole: (whole.places,)
-telling[Operation] = telling[Level] = lambda _: ()
+closures.telling[WholeBatch] = lambda whole: (whole.places,)
+closures.telling[Operation] = closures.telling[Level] = lambda _: ()
 
 
 class CoupledError(BaseException):
@@ -199,7 +180,7 @@ def _device_of(tensors: Tensors) -> torch.device | None:
 def _arguments(leaves: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> Any:
     """The arguments of a call, with other tensors."""
     its = iter(given)
-    return unflatten(spec, [next(its) if isinstance(x, Tensor) else x for x in leaves])
+    return trees.unflatten(spec, [next(its) if isinstance(x, Tensor) else x for x in leaves])
 
 
 # The levels of a module -----------------------------------------------------------------------
@@ -210,27 +191,35 @@ class _Notes:
 
     def __init__(self) -> None:  # no tuple, which would be copied as one argument is not
         # Of what is normalised: its shape, its dtype, and how many numbers a row has per channel.
-        self.looks: dict[Symbol, tuple[torch.Size, torch.dtype, int]] = {}
-        self.folded: set[Symbol] = set()  # what has several rows for each of the batch
+        self.looks: dict[symbols.Symbol, tuple[torch.Size, torch.dtype, int]] = {}
+        self.folded: set[symbols.Symbol] = set()  # what has several rows for each of the batch
 
 
 def _run(
-    trace: Trace, batch: ModuleCall, in_parts: Any, group: Any, seeded: bool = False
-) -> tuple[list[Tensor], dict[Symbol, BatchMoments], _Notes]:
+    trace: recorded_module.Trace,
+    batch: recorded_module.ModuleCall,
+    in_parts: Any,
+    group: Any,
+    seeded: bool = False,
+) -> tuple[list[Tensor], dict[symbols.Symbol, batch_norm.BatchMoments], _Notes]:
     """Run all levels; returns the leaves of what the module returns, and the moments."""
     outs = _outs_of(trace)
     levels = levels_of(trace.operations, trace.outs, seeded)
     last_read = {value: k for k, level in enumerate(levels) for value in level.takes}
-    notes, moments, scaling = _Notes(), dict[Symbol, BatchMoments](), dict[Symbol, Scaling]()
-    shared = {Symbol("own", name): x for name, x in batch.own.items()}
-    shared |= {Symbol("captured", i): x for i, x in enumerate(trace.captured)}
-    values = {Symbol("input", i): x for i, x in enumerate(batch.given)}
+    notes, moments, scaling = (
+        _Notes(),
+        dict[symbols.Symbol, batch_norm.BatchMoments](),
+        dict[symbols.Symbol, batch_norm.Scaling](),
+    )
+    shared = {symbols.Symbol("own", name): x for name, x in batch.own.items()}
+    shared |= {symbols.Symbol("captured", i): x for i, x in enumerate(trace.captured)}
+    values = {symbols.Symbol("input", i): x for i, x in enumerate(batch.given)}
     for k, level in enumerate(levels):
         call = partial(_call_level, trace.operations, outs, level)
         microbatched = in_parts(call, batch_argnums=3, reduce=("concat", "stack"))
         its = [[shared[v] for v in level.shared], [scaling[v] for v in level.scaled]]
         rows = [values[v] for v in level.takes]
-        with unguarded():  # what would be written to was seen when it was traced
+        with writes.unguarded():  # what would be written to was seen when it was traced
             gives, shares = microbatched(notes, *its, rows)
         for value in level.takes:
             if last_read[value] == k and value not in outs:
@@ -238,41 +227,50 @@ def _run(
         values |= zip(level.gives, gives, strict=True)
         for value, share in zip(level.pools, shares, strict=True):
             (_, dtype, each), norm = notes.looks[value], trace.operations[value.at]
-            moments[value] = moments_of(share, [each * size for size in batch.sizes], group)
+            moments[value] = batch_norm.moments_of(
+                share, [each * size for size in batch.sizes], group
+            )
             scaling[value] = _scaling(norm, moments[value], shared, dtype)
     return [values[value] for value in trace.outs], moments, notes
 
 
-def _scaling(norm: Operation, moments: BatchMoments, shared: Any, dtype: torch.dtype) -> Scaling:
+def _scaling(
+    norm: Operation, moments: batch_norm.BatchMoments, shared: Any, dtype: torch.dtype
+) -> batch_norm.Scaling:
     """What a BatchNorm does to rows, up to a weight and a bias that are computed there."""
     weight, bias = [x and shared[x] for x in norm.affine() or (None, None)]
-    return scaling_of(moments, weight, bias, norm.kwargs["eps"], dtype)
+    return batch_norm.scaling_of(moments, weight, bias, norm.kwargs["eps"], dtype)
 
 
-def _outs_of(trace: Trace) -> dict[Symbol, str]:
+def _outs_of(trace: recorded_module.Trace) -> dict[symbols.Symbol, str]:
     """What the leaves of what the module returns are called; all of them have to be rows."""
-    outs = dict(zip(trace.outs, paths(trace.spec, "out"), strict=True))
+    outs = dict(zip(trace.outs, trees.paths(trace.spec, "out"), strict=True))
     for out, name in outs.items():
-        if not isinstance(out, Symbol) or out.kind in ("own", "captured"):
+        if not isinstance(out, symbols.Symbol) or out.kind in ("own", "captured"):
             raise ValueError(_NO_ROWS.format(name, "any number of", _came(out)))
     return outs
 
 
 def _call_level(
     operations: Sequence[Operation],
-    outs: dict[Symbol, str],
+    outs: dict[symbols.Symbol, str],
     level: Level,
     notes: _Notes,
     shared: Sequence[Tensor],
-    scaling: Sequence[Scaling],
+    scaling: Sequence[batch_norm.Scaling],
     rows: Sequence[Tensor],
-) -> tuple[list[Tensor], list[Share]]:
+) -> tuple[list[Tensor], list[batch_norm.Share]]:
     """Run a level for one microbatch."""
     count = rows[0].shape[0]
-    known: dict[Symbol, Any] = {ROWS: count, **dict(zip(level.shared, shared, strict=True))}
+    known: dict[symbols.Symbol, Any] = {
+        symbols.ROWS: count,
+        **dict(zip(level.shared, shared, strict=True)),
+    }
     taken = zip(level.takes, rows, strict=True)
     known |= {v: x.flatten(0, 1) if v in notes.folded else x for v, x in taken}
-    known |= {Symbol("scaling", v.at): x for v, x in zip(level.scaled, scaling, strict=True)}
+    known |= {
+        symbols.Symbol("scaling", v.at): x for v, x in zip(level.scaled, scaling, strict=True)
+    }
     run_steps(level.steps, known)
     gives: list[Tensor] = []
     for value in level.gives:
@@ -286,20 +284,26 @@ def _call_level(
             out = value in outs and _NO_ROWS.format(outs[value], count, _came(x))
             raise ValueError(out or between)
         gives.append(x)
-    shares: list[Share] = []
+    shares: list[batch_norm.Share] = []
     for value in level.pools:
         x = known[operations[value.at].kwargs["input"]]
-        with unnoticed():  # each look at a shape would be asked of the modes around
+        with modes.unnoticed():  # each look at a shape would be asked of the modes around
             shape, dtype = x.shape, x.dtype
         each = shape.numel() // (shape[1] * count) if count else math.prod(shape[2:])
         notes.looks[value] = shape, dtype, each
-        shares.append(share_of_rows(x, len(shape), dtype))
+        shares.append(batch_norm.share_of_rows(x, len(shape), dtype))
     return gives, shares
 
 
-def _update(trace: Trace, batch: ModuleCall, buffers: Tensors, found: Any, notes: _Notes) -> None:
+def _update(
+    trace: recorded_module.Trace,
+    batch: recorded_module.ModuleCall,
+    buffers: Tensors,
+    found: Any,
+    notes: _Notes,
+) -> None:
     """Update running statistics with the moments of a batch."""
-    names = {id(own_tensor(batch.places, name)): name for name in batch.places.slots}
+    names = {id(shell.own_tensor(batch.places, name)): name for name in batch.places.slots}
     for value, moments in sorted(found.items()):  # since a layer may be called twice
         norm, (shape, _, each) = trace.operations[value.at], notes.looks[value]
         if each * sum(batch.sizes) == 1 and isinstance(moments.elements, int):
@@ -322,15 +326,17 @@ def _update(trace: Trace, batch: ModuleCall, buffers: Tensors, found: Any, notes
 # The proof ------------------------------------------------------------------------------------
 
 
-def _disproof(trace: Trace, batch: ModuleCall, state: Any) -> Exception | None:
+def _disproof(
+    trace: recorded_module.Trace, batch: recorded_module.ModuleCall, state: Any
+) -> Exception | None:
     """An error where the levels do not give a microbatch, by its own moments, the module's rows."""
-    captured, errors = [*map(plain_tensor, trace.captured)], list[Exception]()
+    captured, errors = [*map(recorded_module.plain_tensor, trace.captured)], list[Exception]()
     in_parts = partial(microbatch, microbatch_size=batch.sizes)
 
     def run() -> None:
         random.setstate(state)
         try:
-            its, rows = recorded(batch, of_itself)
+            its, rows = recorded_module.recorded(batch, batch_norm.of_itself)
             if [x.func for x in its.operations] != [x.func for x in trace.operations]:
                 raise RuntimeError("it goes another way")
             mine, *_ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
@@ -339,7 +345,7 @@ def _disproof(trace: Trace, batch: ModuleCall, state: Any) -> Exception | None:
         except Exception as error:
             errors.append(error)
 
-    observed(run, {x.device for x in batch.given})
+    observation.observed(run, {x.device for x in batch.given})
     return next(iter(errors), None)
 
 

@@ -16,20 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from .._base.containers import open_tree
-from .._base.random_state import generators, restore
-from .._base.torch_internals.autograd import version
-from .._base.torch_internals.functorch import one_member
-from .._base.torch_internals.kernels import memory_of
-from .._base.torch_internals.modes import seeing, unnoticed
-from .._base.torch_internals.module_slots import BUFFERS, is_cache
-from .._base.torch_internals.operations import effects_of, is_taken_as_new, written_by
-from .._base.trees import tree_leaves
-from .._core.called_modules import ALONE
-from .batch_norm import couples, nearly_of_itself
+from .._base import containers, random_state, trees
+from .._base.torch_internals import autograd, functorch, kernels, modes, module_slots, operations
+from .._core import called_modules
+from . import batch_norm, symbols, trace
 from .shell import TABLES, Places, call_itself, call_module, own_tensor, places_of, take_shell
-from .symbols import Symbol
-from .trace import DRAWS, Operation, Recorder, RefusedError
 
 
 Tensors = Mapping[str, Tensor]
@@ -61,32 +52,36 @@ class ModuleCall(NamedTuple):
 class Trace(NamedTuple):
     """What a module computes."""
 
-    operations: list[Operation]
+    operations: list[trace.Operation]
     captured: list[Tensor]  # the tensors that are read and come from elsewhere
     outs: list[Any]  # symbols of the leaves of what it returns; a leaf itself if it is no tensor
     spec: Any  # the structure of what it returns
 
-    def norms(self) -> list[Operation]:
+    def norms(self) -> list[trace.Operation]:
         """The batch norms of the batch."""
         return [operation for operation in self.operations if operation.is_norm()]
 
     def structure(self) -> tuple[Any, ...]:
         """What it is but for numbers and the like: each operation, and of which values."""
         its = [(x.func, x.writes, x.draws, *x.reads()) for x in self.operations]
-        return *its, *(x if isinstance(x, Symbol) else None for x in self.outs)
+        return *its, *(x if isinstance(x, symbols.Symbol) else None for x in self.outs)
 
 
 def plain_tensor(x: Tensor) -> Tensor:
     """A tensor that nothing follows; of those that a vmap maps, the first member's."""
-    with unnoticed():
-        return one_member(x).detach()
+    with modes.unnoticed():
+        return functorch.one_member(x).detach()
 
 
-def recorded(batch: ModuleCall, answer: Any = nearly_of_itself) -> tuple[Trace, list[Any]]:
+def recorded(
+    batch: ModuleCall, answer: Any = batch_norm.nearly_of_itself
+) -> tuple[Trace, list[Any]]:
     """What a module computes for a microbatch by itself, and the leaves of what it returns."""
     places = batch.places
-    before, drawn = generators({x.device for x in batch.given}), list[bool]()
-    buffers = {x: batch.own[x].clone() for x in batch.own if places.slots[x][0][1] == BUFFERS}
+    before, drawn = random_state.generators({x.device for x in batch.given}), list[bool]()
+    buffers = {
+        x: batch.own[x].clone() for x in batch.own if places.slots[x][0][1] == module_slots.BUFFERS
+    }
     own, rows = {**batch.own, **buffers}, [x.clone() for x in batch.given]
     recorder = _recorder(batch, own, rows, answer)
     held, leaves, outs, spec = dict[str, Any](), list[Any](), list[Any](), None
@@ -94,38 +89,40 @@ def recorded(batch: ModuleCall, answer: Any = nearly_of_itself) -> tuple[Trace, 
         counts = [x for name, x in buffers.items() if name.endswith("num_batches_tracked")]
         with _watched(recorder, [*rows, *counts], drawn), recorder:
             out, held = _call(recorder, batch, own, *batch.arguments(rows))
-        leaves, spec = open_tree(out, "out")
+        leaves, spec = containers.open_tree(out, "out")
         outs = recorder.symbols(leaves)
-    except (RefusedError, Exception):
+    except (trace.RefusedError, Exception):
         if not recorder.refusal:
             raise
     finally:
         recorder.active = False
         if drawn:
-            restore(before)
+            random_state.restore(before)
     if recorder.leads_back and not places.leads_back:
         places.leads_back.add("name")
         return recorded(batch, answer)
     if recorder.refusal:
         raise ValueError(recorder.refusal)
     _check_not_replaced(buffers, held)
-    for layer in filter(couples, places.modules):
+    for layer in filter(batch_norm.couples, places.modules):
         _check_cut(recorder, recorder.place(layer))
     return Trace(recorder.operations, recorder.captured, outs, spec), leaves
 
 
-def _recorder(batch: ModuleCall, own: Tensors, rows: Sequence[Tensor], answer: Any) -> Recorder:
-    places, inputs = batch.places, {Symbol("input", i): x for i, x in enumerate(rows)}
-    return Recorder(
+def _recorder(
+    batch: ModuleCall, own: Tensors, rows: Sequence[Tensor], answer: Any
+) -> trace.Recorder:
+    places, inputs = batch.places, {symbols.Symbol("input", i): x for i, x in enumerate(rows)}
+    return trace.Recorder(
         paths=dict(zip(places.modules, places.paths, strict=True)),
         own={id(own_tensor(places, name)) for name in places.slots},
         rows=batch.sizes[0],
-        given={Symbol("own", name): x for name, x in own.items()} | inputs,
+        given={symbols.Symbol("own", name): x for name, x in own.items()} | inputs,
         answer=answer,
     )
 
 
-def _check_cut(recorder: Recorder, place: str) -> None:
+def _check_cut(recorder: trace.Recorder, place: str) -> None:
     """Check that a BatchNorm that computes anything calls the function at which there is a cut."""
     its = [x.func for x in recorder.operations if x.place == place]
     if its and F.batch_norm not in its:
@@ -138,14 +135,14 @@ def _check_not_replaced(buffers: Tensors, held: Mapping[str, Any]) -> None:
             raise RuntimeError(_WRITTEN_TO.format(name))
 
 
-def _call(recorder: Recorder, batch: ModuleCall, own: Any, args: Any, kwargs: Any) -> Any:
+def _call(recorder: trace.Recorder, batch: ModuleCall, own: Any, args: Any, kwargs: Any) -> Any:
     """Call copies of the modules, or themselves where an attribute leads back to them."""
     places, shell = batch.places, take_shell(batch.places, None)
     if shell is None:
         for module in places.modules:
             if hooks := _hooks(module):
                 recorder.refuse(_HOOKS.format(hooks[0]), module)
-        with ALONE, _nothing_assigned(recorder, places.modules, places.modules):
+        with called_modules.ALONE, _nothing_assigned(recorder, places.modules, places.modules):
             return call_itself(places, own, args, kwargs)
     for part, module in zip(shell.modules, places.modules, strict=True):
         _prepare(recorder, batch.layers, part, module)
@@ -157,12 +154,12 @@ def _call(recorder: Recorder, batch: ModuleCall, own: Any, args: Any, kwargs: An
     return out, {name: table[key] for name in own for table, key in shell.slots[name]}
 
 
-def _prepare(recorder: Recorder, layers: Any, part: nn.Module, module: nn.Module) -> None:
+def _prepare(recorder: trace.Recorder, layers: Any, part: nn.Module, module: nn.Module) -> None:
     """Change a copy of a module, so that it can be traced."""
     its: dict[str, Any] = vars(part)
     if isinstance(module, nn.RNNBase):
         its["check_forward_args"] = lambda *_: None  # by how many rows there are
-    if couples(module):
+    if batch_norm.couples(module):
         its["_check_input_dim"] = lambda *_: None  # the recorder does
         its["momentum"] = module.momentum or 0.0  # it would read how many batches there were
         if type(module).forward is nn.SyncBatchNorm.forward:
@@ -189,39 +186,41 @@ def _hooks(module: nn.Module) -> list[str]:
 
 
 @contextmanager
-def _watched(recorder: Recorder, its: list[Tensor], drawn: list[bool]) -> Generator[None]:
+def _watched(recorder: trace.Recorder, its: list[Tensor], drawn: list[bool]) -> Generator[None]:
     """See what draws, writes to what is not its own, or makes a tensor, below torch's functions."""
     made = recorder.made
-    made.update(map(memory_of, its))
+    made.update(map(kernels.memory_of, its))
     fresh = False  # whether the operation that runs gives memory of its own
 
     def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         nonlocal fresh
-        draws, writes, fresh = effects_of(operation)
+        draws, writes, fresh = operations.effects_of(operation)
         if draws:
             if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
-                recorder.refuse(DRAWS)
+                recorder.refuse(trace.DRAWS)
             drawn.append(True)
             if not recorder.drew:
                 torch.manual_seed(len(recorder.operations))  # as it is proved
                 recorder.drew = True
-        if is_taken_as_new(operation):
-            made.add(memory_of(args[0]))
-        for x in written_by(operation, args, kwargs) if writes else ():
-            if memory_of(x) not in made:
-                recorder.refuse_write(memory_of(x))
+        if operations.is_taken_as_new(operation):
+            made.add(kernels.memory_of(args[0]))
+        for x in operations.written_by(operation, args, kwargs) if writes else ():
+            if kernels.memory_of(x) not in made:
+                recorder.refuse_write(kernels.memory_of(x))
 
     def see(_: tuple[Any, ...], out: Any) -> None:
         if fresh:
-            made.update([memory_of(x) for x in tree_leaves(out) if isinstance(x, Tensor)])
+            made.update(
+                [kernels.memory_of(x) for x in trees.tree_leaves(out) if isinstance(x, Tensor)]
+            )
 
-    with seeing(see, before):
+    with modes.seeing(see, before):
         yield
 
 
 @contextmanager
 def _nothing_assigned(
-    recorder: Recorder, modules: Sequence[nn.Module], parts: Sequence[nn.Module]
+    recorder: trace.Recorder, modules: Sequence[nn.Module], parts: Sequence[nn.Module]
 ) -> Generator[None]:
     """Put back what forward assigns to attributes, and into containers of them, and refuse it."""
     tables = [(module, "", vars(part)) for module, part in zip(modules, parts, strict=True)]
@@ -233,7 +232,7 @@ def _nothing_assigned(
         yield
     finally:
         for (module, name, table), was in zip(tables, were, strict=True):
-            others = [k for k in _changed_keys(table, was) if name or not is_cache(k)]
+            others = [k for k in _changed_keys(table, was) if name or not module_slots.is_cache(k)]
             if others:
                 table.clear()
                 (table.extend if isinstance(table, list) else table.update)(was)
@@ -258,12 +257,14 @@ def _by_key(x: Any) -> dict[Any, Any]:
 
 def call_pure(places: Places, tensors: Tensors, args: Any, kwargs: Any) -> Any:
     """Call a module, and check that it writes to none of its buffers."""
-    buffers = {x: tensors[x].clone() for x in tensors if places.slots[x][0][1] == BUFFERS}
-    before = {name: version(x) for name, x in buffers.items()}
+    buffers = {
+        x: tensors[x].clone() for x in tensors if places.slots[x][0][1] == module_slots.BUFFERS
+    }
+    before = {name: autograd.version(x) for name, x in buffers.items()}
     out, held = call_module(places, {**tensors, **buffers}, buffers, tuple(args), kwargs)
     _check_not_replaced(buffers, held)
     for name, x in buffers.items():
-        if version(x) != before[name]:
+        if autograd.version(x) != before[name]:
             raise RuntimeError(_WRITTEN_TO.format(name))
     return out
 
@@ -271,7 +272,7 @@ def call_pure(places: Places, tensors: Tensors, args: Any, kwargs: Any) -> Any:
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module is one of torch's own, in which no batch norm looks at the batch."""
     its = type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
-    return its and not any(map(couples, module.modules()))
+    return its and not any(map(batch_norm.couples, module.modules()))
 
 
 _WRITTEN_TO = (

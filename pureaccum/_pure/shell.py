@@ -33,20 +33,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 
-from .._base.checks import here
-from .._base.observation import observed, put_back_attributes
-from .._base.torch_internals.autograd import saved_tensors_hooks, saved_tensors_hooks_allowed
-from .._base.torch_internals.modes import Asking, dispatched, seeing
-from .._base.torch_internals.module_slots import (
-    BUFFERS,
-    CHILDREN,
-    PARAMETERS,
-    is_cache,
-    is_compiled_module,
-)
-from .._base.trees import tree_leaves
-from .._core.called_modules import ALONE, origins
-from .._core.closures import held_in, telling
+from .._base import checks, observation, trees
+from .._base.torch_internals import autograd, modes, module_slots
+from .._core import called_modules, closures
 
 
 Vars = dict[str, Any]
@@ -54,8 +43,9 @@ Tensors = Mapping[str, Tensor]
 Called = tuple[Any, Mapping[str, Any]]  # what a module returned, and tensors that it holds then
 Slot = tuple[int, str, str]  # the number of a module, its table, and a key in that
 
-TABLES = (PARAMETERS, BUFFERS, CHILDREN)
-FIXED = (PARAMETERS, CHILDREN)  # a buffer may be assigned anew between two calls
+TABLES = (module_slots.PARAMETERS, module_slots.BUFFERS, module_slots.CHILDREN)
+# a buffer may be assigned anew between two calls
+FIXED = (module_slots.PARAMETERS, module_slots.CHILDREN)
 
 
 class Idle(threading.local):
@@ -84,7 +74,7 @@ class Places(NamedTuple):
     leads_back: set[str]  # what leads back to the module: its "code", or a "name"
 
 
-telling[Places] = lambda places: places.modules[:1]
+closures.telling[Places] = lambda places: places.modules[:1]
 
 
 def places_of(module: nn.Module) -> Places:
@@ -92,11 +82,11 @@ def places_of(module: nn.Module) -> Places:
     paths, modules = map(list, zip(*module.named_modules(), strict=True))
     slots: dict[Tensor, list[Slot]] = {}
     for i, part in enumerate(modules):
-        for table in (PARAMETERS, BUFFERS):
+        for table in (module_slots.PARAMETERS, module_slots.BUFFERS):
             for key, tensor in vars(part)[table].items():
                 if tensor is not None:
                     slots.setdefault(tensor, []).append((i, table, key))
-    scripted = any(map(is_compiled_module, modules))
+    scripted = any(map(module_slots.is_compiled_module, modules))
     return Places(
         modules=modules,
         paths=paths,
@@ -183,13 +173,13 @@ def call_module(
         training = places.modules[0].training
         if training in places.safe_modes:
             return _call_shell(places, shell, tensors, wanted, args, kwargs)
-        if here.observed is not None:
+        if checks.here.observed is not None:
             return _call_and_look(places, shell, tensors, wanted, args, kwargs)
         shells.append(shell)
-        if not dispatched():
+        if not modes.dispatched():
             _look(places, shell, tensors, wanted, args, kwargs)
             return call_module(places, tensors, wanted, args, kwargs)
-    with ALONE, _nothing_run_again(places, tensors, args, kwargs):
+    with called_modules.ALONE, _nothing_run_again(places, tensors, args, kwargs):
         return call_itself(places, tensors, args, kwargs)
 
 
@@ -199,7 +189,7 @@ def _look(
     """Find out by an observed call whether a shell uses a tensor of the module's own."""
     copies = {**tensors, **{name: tensors[name].clone() for name in wanted}}
     call = partial(call_module, places, copies, wanted, args, kwargs)
-    _, end = observed(call, {x.device for x in tensors.values()})
+    _, end = observation.observed(call, {x.device for x in tensors.values()})
     if end == "failed":  # so does this, but for what fails only where it is observed
         shell = take_shell(places, None) or shell
         _call_shell(places, shell, copies, wanted, args, kwargs)
@@ -214,7 +204,9 @@ def _call_and_look(
     """Call a shell, and note whether an operation was given a tensor of the module's own."""
     training, found = places.modules[0].training, set[int]()
     own = {id(own_tensor(places, name)) for name in tensors} - {*map(id, tensors.values())}
-    with seeing(before=lambda *x: found.update(own.intersection(map(id, tree_leaves(x))))):
+    with modes.seeing(
+        before=lambda *x: found.update(own.intersection(map(id, trees.tree_leaves(x))))
+    ):
         result = _call_shell(places, shell, tensors, wanted, args, kwargs)
     places.leads_back.add("name") if found else places.safe_modes.add(training)
     return result
@@ -225,12 +217,12 @@ def _nothing_run_again(
 ) -> AbstractContextManager[Any]:
     """Refuse what the backward pass would run again, when the module has its own tensors back."""
     # Saved-tensor hooks show it. A compiler too has them, and takes a checkpoint into its graph.
-    allowed = torch.is_grad_enabled() and saved_tensors_hooks_allowed()
-    restored = here.backward is not None and here.backward.restores
+    allowed = torch.is_grad_enabled() and autograd.saved_tensors_hooks_allowed()
+    restored = checks.here.backward is not None and checks.here.backward.restores
     if not allowed or restored or "code" in places.leads_back:
         return nullcontext()
     own = [own_tensor(places, name) for name in places.slots.keys() - tensors.keys()]
-    given = tree_leaves(([*tensors.values()], own, args, kwargs))
+    given = trees.tree_leaves(([*tensors.values()], own, args, kwargs))
     if not any(isinstance(x, Tensor) and x.requires_grad for x in given):
         return nullcontext()
     refused = (
@@ -240,15 +232,15 @@ def _nothing_run_again(
         "own tensors. Take the gradient by make_step, or by grad with engine='autograd', which put "
         "the right ones there; or reach the module by self alone."
     )
-    around = saved_tensors_hooks()
+    around = autograd.saved_tensors_hooks()
     if around is None:
         return disable_saved_tensors_hooks(refused)
 
     def look(*_: Any) -> None:
-        if saved_tensors_hooks() != around:
+        if autograd.saved_tensors_hooks() != around:
             raise RuntimeError(refused)
 
-    return Asking(look)  # slower; torch refuses none without those that are around
+    return modes.Asking(look)  # slower; torch refuses none without those that are around
 
 
 def call_itself(places: Places, tensors: Tensors, args: Any, kwargs: Any) -> Called:
@@ -276,7 +268,7 @@ def _call_shell(
         table, key = slots[name][0]
         held[name] = table[key]
     if changed(shell.ours):
-        put_back_attributes(places.modules)
+        observation.put_back_attributes(places.modules)
         _assign(places, shell)
     if [*map(len, shell.tables)] != shell.lengths:
         pairs = zip(shell.tables, chain(*map(dict.values, places.were)), strict=True)
@@ -314,13 +306,15 @@ class Shell:
         self.filled: list[tuple[Vars, Vars]] = []  # with what stands there between two calls
         for module, were in zip(places.modules, places.were, strict=True):
             copy = copies[id(module)]
-            children = {key: copies.get(id(child)) for key, child in were[CHILDREN].items()}
-            for name, contents in (were | {CHILDREN: children}).items():
+            children = {
+                key: copies.get(id(child)) for key, child in were[module_slots.CHILDREN].items()
+            }
+            for name, contents in (were | {module_slots.CHILDREN: children}).items():
                 vars(copy)[name] = table = dict(contents)
                 self.tables.append(table)
                 if contents:
                     self.filled.append((table, dict(contents)))
-            origins[copy] = module
+            called_modules.origins[copy] = module
         self.lengths = [*map(len, self.tables)]
         self.slots = {
             name: [(vars(self.modules[i])[table], key) for i, table, key in slots]
@@ -357,7 +351,11 @@ def _assign(places: Places, shell: Shell) -> None:
         for key in theirs.keys() - mine.keys():
             del theirs[key]
         for key, value in mine.items():
-            if key not in TABLES and not is_cache(key) and theirs.get(key, _ABSENT) is not value:
+            if (
+                key not in TABLES
+                and not module_slots.is_cache(key)
+                and theirs.get(key, _ABSENT) is not value
+            ):
                 theirs[key] = value
     shell.theirs = NEVER  # so that the attributes are copied anew before the next call
 
@@ -374,4 +372,4 @@ def _reaches(value: Any, modules: set[int], depth: int) -> bool:
         return True
     if not depth or isinstance(value, (Tensor, nn.Module, Places, type, str, int, float)):
         return False  # what holds Places calls their module in a shell
-    return any(_reaches(x, modules, depth - 1) for x in [*held_in(value, named=False)])
+    return any(_reaches(x, modules, depth - 1) for x in [*closures.held_in(value, named=False)])

@@ -12,22 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from .._base.checks import LARGEST_INT, here, read_tensors
-from .._base.random_state import generators, restore
-from .._base.refusals import is_out_of_memory
-from .._base.torch_internals.functorch import over_rows
-from .._base.trees import Tree, unflatten
-from .._core.batches import cutting
-from .._core.exchange import inside_of, onlooker
-from .._core.losses import in_one_list, join_aux, read, read_again
-from .chunks import OF_EACH, Chunk, Sampling, Task, carries_graph, needs_norms, samples_of
-from .layer_rules import RULES
+from .._base import checks, random_state, refusals, trees
+from .._base.torch_internals import functorch
+from .._core import batches, exchange, losses
+from . import chunks, layer_rules, outer_products, scaling
 from .layers import Layers, Unfit
-from .outer_products import Outer, is_short, norms_of, written_out
-from .scaling import norms_as_tree, scaled_and_kept
 
 
-def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling:
+def with_shortcut(how: chunks.Sampling, reduce: Any, at_least: torch.dtype) -> chunks.Sampling:
     """A sampling that takes gradients from layers, where they are only multiplied and summed."""
     scaled = not callable(how.transform) and how.transform != "sign"
     if reduce not in ("sum", "mean") or callable(how.metrics) or not scaled:
@@ -35,7 +27,7 @@ def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling
     return how._replace(shortcut=partial(_chunk_by_layers, at_least=at_least))
 
 
-def with_factors(how: Sampling) -> Sampling:
+def with_factors(how: chunks.Sampling) -> chunks.Sampling:
     """A sampling of losses of one number or several whose outer products are not written out.
 
     Of several numbers these are dim 0 of a factor that depends on them.
@@ -45,83 +37,91 @@ def with_factors(how: Sampling) -> Sampling:
 
 
 def _chunk_by_layers(
-    task: Task, part: Tree, *, at_least: torch.dtype, factors: bool = False
-) -> Chunk | None:
+    task: chunks.Task, part: trees.Tree, *, at_least: torch.dtype, factors: bool = False
+) -> chunks.Chunk | None:
     """A chunk, or None where gradients do not come from layers."""
     draws = task.how.mapped.randomness != "error"
-    drawn = generators({x.device for x in task.leaves}) if draws else []
+    drawn = random_state.generators({x.device for x in task.leaves}) if draws else []
     try:
         return _by_layers(task, part, at_least, factors)
     except (RuntimeError, ValueError) as error:
-        if is_out_of_memory(error):
+        if refusals.is_out_of_memory(error):
             raise
-        restore(drawn)  # its own, or what vmap refuses of copies and not of leaves
+        random_state.restore(drawn)  # its own, or what vmap refuses of copies and not of leaves
         return None
 
 
-def _by_layers(task: Task, part: Tree, at_least: torch.dtype, factors: bool) -> Chunk:
+def _by_layers(
+    task: chunks.Task, part: trees.Tree, at_least: torch.dtype, factors: bool
+) -> chunks.Chunk:
     leaves, parts, how = task.leaves, task.parts, task.how
     layers, total, rest, specs = _totals(task, part, at_least)
     numbers = total.shape[1:]  # no dims where a sample has one
     grads: list[Any] = [None] * len(leaves)
     norms: list[Any] = [None] * len(leaves)
-    wanted = needs_norms(how)
+    wanted = chunks.needs_norms(how)
 
-    def see(i: int, grad: Outer | Tensor) -> None:
-        if not factors and isinstance(grad, Outer) and (numbers or not is_short(grad)):
-            grad = written_out(grad)
+    def see(i: int, grad: outer_products.Outer | Tensor) -> None:
+        if (
+            not factors
+            and isinstance(grad, outer_products.Outer)
+            and (numbers or not outer_products.is_short(grad))
+        ):
+            grad = outer_products.written_out(grad)
         if numbers and isinstance(grad, Tensor):
             grad = _rows_first(grad, leaves[i], numbers)
         grads[i] = grad
         if wanted:
-            norms[i] = norms_of(grad)
+            norms[i] = outer_products.norms_of(grad)
 
-    if carries_graph(how) and not layers.all_of(total):
+    if chunks.carries_graph(how) and not layers.all_of(total):
         raise Unfit("the loss depends on more than its leaves, and so do gradients")
-    if here.look is not None:
-        here.look([total, *rest], layers.own)
+    if checks.here.look is not None:
+        checks.here.look([total, *rest], layers.own)
     layers.pull(total, see, _each_number(total) if numbers else None)
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
-    seen = read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
-    factor, keep = scaled_and_kept(of_parts, seen.total, seen.weight, how.transform, parts)
-    return Chunk(
+    seen = losses.read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
+    factor, keep = scaling.scaled_and_kept(of_parts, seen.total, seen.weight, how.transform, parts)
+    return chunks.Chunk(
         grads=grads,
         factor=factor,
         keep=keep,
         spec=task.spec,
         value=seen.total,
         weight=seen.weight,
-        aux=unflatten(specs["aux"], seen.aux),
-        metrics=norms_as_tree(how.transform, of_parts) if how.metrics == "norm" else None,
+        aux=trees.unflatten(specs["aux"], seen.aux),
+        metrics=scaling.norms_as_tree(how.transform, of_parts) if how.metrics == "norm" else None,
     )
 
 
 def _totals(
-    task: Task, part: Tree, at_least: torch.dtype
+    task: chunks.Task, part: trees.Tree, at_least: torch.dtype
 ) -> tuple[Layers, Tensor, list[Tensor], dict[str, Any]]:
     """What the samples of a chunk come to, recorded by layers; and what comes beside it."""
     how = task.how
-    tensors, sample_of = samples_of(part, how)
-    layers = Layers(task.leaves, tensors[0].shape[0], at_least, RULES)
+    tensors, sample_of = chunks.samples_of(part, how)
+    layers = Layers(task.leaves, tensors[0].shape[0], at_least, layer_rules.RULES)
     specs: dict[str, Any] = {}
 
     def one(*tensors: Tensor) -> Any:
         sample = sample_of(tensors)
         with layers:
             out = task.call(layers.given, sample)
-        seen, shape = read(out, how.has_aux, how.several)
-        aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
+        seen, shape = losses.read(out, how.has_aux, how.several)
+        aux, specs["aux"] = checks.read_tensors(
+            losses.join_aux(seen.aux, shape), "aux", chunks.OF_EACH
+        )
         specs["shape"] = shape
-        return in_one_list(seen._replace(aux=aux))
+        return losses.in_one_list(seen._replace(aux=aux))
 
     with (
         disable_saved_tensors_hooks("saved tensor hooks are not followed"),
-        inside_of(onlooker()) as reached,
-        cutting(LARGEST_INT),  # a sample is no batch
+        exchange.inside_of(exchange.onlooker()) as reached,
+        batches.cutting(checks.LARGEST_INT),  # a sample is no batch
         torch.enable_grad(),
     ):
-        total, *rest = over_rows(one, tensors, how.mapped.randomness)
+        total, *rest = functorch.over_rows(one, tensors, how.mapped.randomness)
     if reached.group is not None:
         raise Unfit("the loss reaches other ranks")
     return layers, total, rest, specs

@@ -16,34 +16,16 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    LARGEST_INT,
-    check_choice,
-    check_disjoint,
-    positions,
-    read_params,
-    read_tensors,
-    refuse_autocast_cache,
-)
-from .._base.dtensors import refuse_sharded
-from .._base.refusals import vmap_refusal
-from .._base.torch_internals.functorch import forward_ad_active
-from .._base.torch_internals.modes import at_top_level, may_write, transform_active
-from .._base.trees import Tree, flatten, global_norm, tree_map, unflatten
-from .._core.batches import Batch, check_size, cut_batch, cutting, read_batch, rows_to_cut
-from .._core.engines import Way, pulled, remembering_modules
-from .._core.losses import join_aux, read
+from .._base import checks, dtensors, refusals, trees
+from .._base.torch_internals import functorch, modes
+from .._core import batches, engines, losses, watch, windows, writes
 from .._core.seams import Portion, Recorded, Seams
-from .._core.watch import captures_are_sought
-from .._core.windows import as_they_are, run_window
-from .._core.writes import Given, Known, guarding
-from .outer_products import Outer
-from .scaling import Clip, Transform, norms_as_tree, parts_of, scaled_and_kept, scalings_of
+from . import outer_products, scaling
 
 
 Randomness = Literal["error", "different", "same"]
 SampleEngine = Literal["vmap", "autograd"]
-Metrics = Callable[[Tree, Tensor], Tree] | Literal["norm"] | None
+Metrics = Callable[[trees.Tree, Tensor], trees.Tree] | Literal["norm"] | None
 
 
 class Mapped(NamedTuple):
@@ -60,28 +42,28 @@ class Sampling(NamedTuple):
     mapped: Mapped
     engine: SampleEngine
     has_aux: bool = False
-    transform: Transform | Clip = None
+    transform: scaling.Transform | scaling.Clip = None
     metrics: Metrics = None
     several: bool = False  # whether the loss may be several numbers
     carries_graph: bool = False  # as torch.func's own results do
     # Another way to a chunk at top level: ``shortcut(task, part)`` is None where it does not lead.
-    shortcut: "Callable[[Task, Tree], Chunk | None] | None" = None
+    shortcut: "Callable[[Task, trees.Tree], Chunk | None] | None" = None
 
 
 class Chunk(NamedTuple):
     """What the samples of a chunk came to."""
 
-    grads: list[Tensor | Outer]  # transformed, but for the multiplication by
+    grads: list[Tensor | outer_products.Outer]  # transformed, but for the multiplication by
     factor: Tensor | tuple[()]  # one number per sample, or one for each of its leaves
     keep: Tensor | tuple[()]  # which samples add anything, where not all do
     spec: optree.PyTreeSpec  # of one sample's gradient
     value: Tensor  # losses, each of one number or several, or the totals of ``Weighted``
     weight: Tensor | tuple[()]  # of ``Weighted``
-    aux: Tree
-    metrics: Tree
+    aux: trees.Tree
+    metrics: trees.Tree
 
 
-SampleLoss = Callable[[Sequence[Tensor], Tree], Any]  # of the params' leaves and a sample
+SampleLoss = Callable[[Sequence[Tensor], trees.Tree], Any]  # of the params' leaves and a sample
 
 
 class Task(NamedTuple):
@@ -97,14 +79,14 @@ class Task(NamedTuple):
 def check_sampling(how: Sampling) -> Sampling:
     """The sampling itself, whose options are what they may be."""
     if how.chunk_size is not None:
-        how = how._replace(chunk_size=check_size(how.chunk_size, "chunk_size"))
-    check_choice(how.mapped.randomness, ("error", "different", "same"), "randomness")
-    check_choice(how.engine, ("vmap", "autograd"), "engine")
+        how = how._replace(chunk_size=batches.check_size(how.chunk_size, "chunk_size"))
+    checks.check_choice(how.mapped.randomness, ("error", "different", "same"), "randomness")
+    checks.check_choice(how.engine, ("vmap", "autograd"), "engine")
     transform: Any = how.transform
-    if isinstance(transform, Clip):
+    if isinstance(transform, scaling.Clip):
         return how
     if isinstance(transform, str):
-        check_choice(transform, ("normalize", "sign"), "transform")
+        checks.check_choice(transform, ("normalize", "sign"), "transform")
     elif transform is not None and not callable(getattr(transform, "factor", transform)):
         raise TypeError(
             f"transform is {transform!r}; expected a function of one sample's gradient, "
@@ -120,10 +102,10 @@ def check_sampling(how: Sampling) -> Sampling:
 
 def of_arguments(
     func: Callable[..., Any], at: tuple[int, ...], alone: bool, args: tuple[Any, ...], kwargs: Any
-) -> tuple[Tree, Callable[..., Any]]:
+) -> tuple[trees.Tree, Callable[..., Any]]:
     """What is differentiated of some arguments, and the function of that and of all of them."""
 
-    def call(params: Tree, *rest: Any) -> Any:
+    def call(params: trees.Tree, *rest: Any) -> Any:
         given = dict(zip(at, (params,) if alone else params, strict=True))
         return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
 
@@ -132,37 +114,39 @@ def of_arguments(
 
 def sampled(
     func: Callable[..., Any],
-    params: Tree,
+    params: trees.Tree,
     args: tuple[Any, ...],
     at: tuple[int, ...],
     cut: tuple[int, ...],
     how: Sampling,
-    known: Known,
-) -> tuple[Iterator[Chunk], list[Tree]]:
+    known: writes.Known,
+) -> tuple[Iterator[Chunk], list[trees.Tree]]:
     """The chunks of a call, and a list that gets the aux and metrics of each as it comes.
 
     What is ``known`` is of the user's function: ``func`` is another one at each call.
     """
-    leaves, spec = read_params(params)
-    refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
-    parts = parts_of(how.transform, params)
-    cut_at = positions(cut, len(args), "batch_argnums")
-    check_disjoint(at, cut_at)
-    batch = read_batch({i: args[i] for i in cut_at}, "args")
-    if rows_to_cut(batch, "args", one_by_one=True) == 0 and (how.has_aux or callable(how.metrics)):
+    leaves, spec = checks.read_params(params)
+    dtensors.refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
+    parts = scaling.parts_of(how.transform, params)
+    cut_at = checks.positions(cut, len(args), "batch_argnums")
+    checks.check_disjoint(at, cut_at)
+    batch = batches.read_batch({i: args[i] for i in cut_at}, "args")
+    if batches.rows_to_cut(batch, "args", one_by_one=True) == 0 and (
+        how.has_aux or callable(how.metrics)
+    ):
         raise ValueError(
             "the batch has no rows, so the loss is never called and there are no aux or metrics to "
             "return; they need one row at least."
         )
     if how.chunk_size is not None:
-        refuse_autocast_cache(leaves)
-    beside: list[Tree] = []
+        checks.refuse_autocast_cache(leaves)
+    beside: list[trees.Tree] = []
     if batch.rows == 0 and how.metrics == "norm":
-        none = global_norm(leaves).new_zeros(0)
-        beside.append(((), norms_as_tree(how.transform, [none] * len(parts))))
+        none = trees.global_norm(leaves).new_zeros(0)
+        beside.append(((), scaling.norms_as_tree(how.transform, [none] * len(parts))))
 
-    def call(leaves: Sequence[Tensor], sample: Tree) -> Any:
-        return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
+    def call(leaves: Sequence[Tensor], sample: trees.Tree) -> Any:
+        return func(trees.unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
     def noted(call: SampleLoss) -> Iterator[Chunk]:
         task = Task(call=call, leaves=leaves, spec=spec, parts=parts, how=how)
@@ -171,25 +155,25 @@ def sampled(
             yield chunk
 
     def watched() -> Iterator[Chunk]:
-        given = Given("params", leaves, spec), Given("args", batch.leaves, batch.spec)
-        with guarding(known, *given) as guarded:
+        given = writes.Given("params", leaves, spec), writes.Given("args", batch.leaves, batch.spec)
+        with writes.guarding(known, *given) as guarded:
             yield from noted(guarded(call))
 
     return noted(call) if torch.compiler.is_dynamo_compiling() else watched(), beside
 
 
-def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
+def with_beside(result: Any, beside: list[trees.Tree], how: Sampling) -> Any:
     """A result, and aux and metrics if there are any."""
     if not how.has_aux and how.metrics is None:
         return result
-    aux, metrics = tree_map(lambda *parts: torch.cat(parts), *beside)
+    aux, metrics = trees.tree_map(lambda *parts: torch.cat(parts), *beside)
     return result, aux if how.metrics is None else (aux, metrics) if how.has_aux else metrics
 
 
-def _chunks(task: Task, batch: Batch, known: Known) -> Iterator[Chunk]:
+def _chunks(task: Task, batch: batches.Batch, known: writes.Known) -> Iterator[Chunk]:
     """The samples of a batch, a chunk at a time."""
     shortcut, run = _shortcut(task), _runner(task, known)
-    for part in cut_batch(batch, task.how.chunk_size or max(batch.rows or 0, 1)):
+    for part in batches.cut_batch(batch, task.how.chunk_size or max(batch.rows or 0, 1)):
         chunk = None
         if shortcut is not None and not known.unseen:
             chunk = shortcut(task, part)
@@ -199,11 +183,11 @@ def _chunks(task: Task, batch: Batch, known: Known) -> Iterator[Chunk]:
         yield chunk
 
 
-def _shortcut(task: Task) -> "Callable[[Task, Tree], Chunk | None] | None":
+def _shortcut(task: Task) -> "Callable[[Task, trees.Tree], Chunk | None] | None":
     """The shortcut, if this call may take it."""
     recorded = carries_graph(task.how) and any(x.requires_grad for x in task.leaves)
     # Where others look at operations, layers would not be seen, or what a mode makes of them.
-    alone = at_top_level() and may_write() and not captures_are_sought()
+    alone = modes.at_top_level() and modes.may_write() and not watch.captures_are_sought()
     return task.how.shortcut if task.how.engine == "vmap" and alone and not recorded else None
 
 
@@ -212,44 +196,46 @@ def carries_graph(how: Sampling) -> bool:
     return how.carries_graph and torch.is_grad_enabled()
 
 
-def _runner(task: Task, known: Known) -> Callable[[Callable[[Way], Chunk]], Chunk]:
+def _runner(task: Task, known: writes.Known) -> Callable[[Callable[[engines.Way], Chunk]], Chunk]:
     """What runs a function of a way; nothing is detached where results carry an outer graph."""
     how, leaves = task.how, task.leaves
     if how.engine == "autograd":
-        return partial(run_window, leaves=leaves, engine="autograd", known=known)
-    if how.carries_graph or transform_active() or forward_ad_active():
-        return lambda of_way: of_way(as_they_are(leaves))
-    return partial(run_window, leaves=leaves, engine="func", known=known)
+        return partial(windows.run_window, leaves=leaves, engine="autograd", known=known)
+    if how.carries_graph or modes.transform_active() or functorch.forward_ad_active():
+        return lambda of_way: of_way(windows.as_they_are(leaves))
+    return partial(windows.run_window, leaves=leaves, engine="func", known=known)
 
 
-def _chunk(task: Task, part: Tree, way: Way) -> Chunk:
+def _chunk(task: Task, part: trees.Tree, way: engines.Way) -> Chunk:
     call, spec, parts, how = task.call, task.spec, task.parts, task.how
     tensors, sample_of = samples_of(part, how)
     specs: dict[str, optree.PyTreeSpec] = {}
-    reading = partial(read, has_aux=how.has_aux, several=how.several)
+    reading = partial(losses.read, has_aux=how.has_aux, several=how.several)
     seams = Seams(loss=lambda leaves, sample, *_: call(leaves, sample), read=reading, term=_no_term)
 
     def one(*tensors: Tensor) -> Any:
-        own, around = remembering_modules(seams, way) if way.remembers else (seams, way)
+        own, around = engines.remembering_modules(seams, way) if way.remembers else (seams, way)
         recorded = way.forward(own, Portion(sample_of(tensors), 1, (), None), around)
         seen, shape = recorded.seen, recorded.shape
         each = _pulled(recorded, around, how)
-        grads = unflatten(spec, each)
-        norms = [global_norm([each[i] for i in its]) for its in parts] if needs_norms(how) else []
-        norm = norms_as_tree(how.transform, norms) if norms else None
+        grads = trees.unflatten(spec, each)
+        norms = (
+            [trees.global_norm([each[i] for i in its]) for its in parts] if needs_norms(how) else []
+        )
+        norm = scaling.norms_as_tree(how.transform, norms) if norms else None
         metrics = how.metrics(grads, seen.total) if callable(how.metrics) else norm
-        noted, specs["metrics"] = read_tensors(metrics, "metrics", OF_EACH)
+        noted, specs["metrics"] = checks.read_tensors(metrics, "metrics", OF_EACH)
         if callable(how.transform):
             grads = how.transform(grads)
         elif how.transform == "sign":
-            grads = tree_map(torch.sgn, grads)
-        kept, specs["grads"] = read_tensors(grads, TRANSFORMED, OF_EACH)
-        aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
+            grads = trees.tree_map(torch.sgn, grads)
+        kept, specs["grads"] = checks.read_tensors(grads, TRANSFORMED, OF_EACH)
+        aux, specs["aux"] = checks.read_tensors(losses.join_aux(seen.aux, shape), "aux", OF_EACH)
         return kept, norms, seen.total, seen.weight, aux, noted
 
-    with cutting(LARGEST_INT):  # a sample is no batch
+    with batches.cutting(checks.LARGEST_INT):  # a sample is no batch
         kept, norms, value, weight, aux, metrics = _over_samples(one, tensors, how)
-    factor, keep = scaled_and_kept(norms, value, weight, how.transform, parts)
+    factor, keep = scaling.scaled_and_kept(norms, value, weight, how.transform, parts)
     return Chunk(
         grads=kept,
         factor=factor,
@@ -257,8 +243,8 @@ def _chunk(task: Task, part: Tree, way: Way) -> Chunk:
         spec=specs["grads"],
         value=value,
         weight=weight,
-        aux=unflatten(specs["aux"], aux),
-        metrics=unflatten(specs["metrics"], metrics),
+        aux=trees.unflatten(specs["aux"], aux),
+        metrics=trees.unflatten(specs["metrics"], metrics),
     )
 
 
@@ -269,21 +255,21 @@ def _no_term(*_: Any) -> Any:
 def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
     if how.engine == "autograd":
         outs = [one(*row) for row in zip(*tensors, strict=True)]
-        return tree_map(lambda *xs: torch.stack(xs), *outs)
+        return trees.tree_map(lambda *xs: torch.stack(xs), *outs)
     try:
         return torch.func.vmap(one, randomness=how.mapped.randomness)(*tensors)
     except (RuntimeError, ValueError) as error:
-        if (why := vmap_refusal(error)) is None:
+        if (why := refusals.vmap_refusal(error)) is None:
             raise
         raise RuntimeError(why) from error
 
 
-def _pulled(recorded: Recorded, way: Way, how: Sampling) -> list[Tensor]:
+def _pulled(recorded: Recorded, way: engines.Way, how: Sampling) -> list[Tensor]:
     """The gradient of a loss; of several numbers their gradients, in one vmapped backward pass."""
     total = recorded.seen.total
 
     def of(cotangent: Tensor) -> list[Tensor]:
-        grads = pulled(recorded, cotangent, way)
+        grads = engines.pulled(recorded, cotangent, way)
         return [_gradient_of(x, g) for x, g in zip(way.leaves, grads, strict=True)]
 
     if total.dim() == 0:
@@ -308,12 +294,12 @@ def _gradient_of(leaf: Tensor, grad: Tensor | None) -> Tensor:
 TRANSFORMED, OF_EACH = "what transform returned", "There is one for each sample."
 
 
-def like_transformed(transform: Transform | Clip, params: Tree) -> Tree:
+def like_transformed(transform: scaling.Transform | scaling.Clip, params: trees.Tree) -> trees.Tree:
     """A tree like what a transform makes of one gradient."""
     if not callable(transform):
         return params
-    like = transform(tree_map(torch.zeros_like, params))
-    need_leaves(read_tensors(like, TRANSFORMED, OF_EACH)[0])
+    like = transform(trees.tree_map(torch.zeros_like, params))
+    need_leaves(checks.read_tensors(like, TRANSFORMED, OF_EACH)[0])
     return like
 
 
@@ -324,17 +310,17 @@ def need_leaves(transformed: list[Any]) -> list[Any]:
     return transformed
 
 
-def samples_of(part: Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., Tree]]:
+def samples_of(part: trees.Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., trees.Tree]]:
     """The tensors of a chunk, and a function from one row of each to a sample."""
-    given, spec = flatten(part)
+    given, spec = trees.flatten(part)
 
-    def sample_of(tensors: Sequence[Tensor]) -> Tree:
+    def sample_of(tensors: Sequence[Tensor]) -> trees.Tree:
         rows = iter([x.unsqueeze(0) for x in tensors] if how.mapped.keep_batch_dim else tensors)
-        return unflatten(spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
+        return trees.unflatten(spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
 
     return [x for x in given if isinstance(x, Tensor)], sample_of
 
 
 def needs_norms(how: Sampling) -> bool:
     """Whether the norms of gradients are asked for."""
-    return how.metrics == "norm" or bool(scalings_of(how.transform))
+    return how.metrics == "norm" or bool(scaling.scalings_of(how.transform))

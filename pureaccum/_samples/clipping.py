@@ -10,34 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import check_number, read_params
-from .._base.trees import (
-    Tree,
-    accumulation_dtype,
-    as_scalar_of,
-    flatten,
-    paths,
-    real_parts,
-    unflatten,
-)
-from .._optim.combinators import clip_by_global_norm
-from .._pure.keys import fold_in, normal
-from .chunks import Randomness, SampleEngine
-from .per_sample import per_sample_grad
+from .._base import checks, trees
+from .._optim import combinators
+from .._pure import keys
+from . import chunks, per_sample
 from .scaling import Clip
 
 
 def clipped_sum(  # noqa: D417
     func: Callable[..., Any],
-    max_norm: Tree,
+    max_norm: trees.Tree,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
     chunk_size: int | None = None,
     keep_batch_dim: bool = False,
-    randomness: Randomness = "error",
-    engine: SampleEngine = "vmap",
+    randomness: chunks.Randomness = "error",
+    engine: chunks.SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
 ) -> Callable[..., Any]:
     """Sum the gradients of samples, each scaled down to a norm of at most ``max_norm``.
@@ -88,7 +78,7 @@ def clipped_sum(  # noqa: D417
         private optimization on large model at small cost
         <https://arxiv.org/abs/2210.00038>`_, 2023, for one backward pass.
     """
-    return per_sample_grad(
+    return per_sample.per_sample_grad(
         func,
         argnums,
         has_aux,
@@ -104,21 +94,21 @@ def clipped_sum(  # noqa: D417
     )
 
 
-def _read_max_norm(max_norm: Tree) -> Any:
+def _read_max_norm(max_norm: trees.Tree) -> Any:
     """The transform that a number stands for, or a tree of numbers."""
-    numbers, spec = flatten(max_norm)
-    names = paths(spec, "max_norm") if numbers else ["max_norm"]
+    numbers, spec = trees.flatten(max_norm)
+    names = trees.paths(spec, "max_norm") if numbers else ["max_norm"]
     expected = "a number above zero, or a tree of such that is a prefix of params"
     each = [
-        check_number(x, name, expected, lambda it: it > 0)
+        checks.check_number(x, name, expected, lambda it: it > 0)
         for x, name in zip(numbers or [max_norm], names, strict=True)
     ]
-    scalings = [clip_by_global_norm(x).factor for x in each]
-    order = unflatten(spec, range(len(each)))
+    scalings = [combinators.clip_by_global_norm(x).factor for x in each]
+    order = trees.unflatten(spec, range(len(each)))
     return Clip(order, [scaling for scaling in scalings if scaling is not None])
 
 
-def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
+def add_noise(tree: trees.Tree, std: float | Tensor, key: Tensor) -> trees.Tree:
     """Add normal noise, independent for every number of a tree.
 
     The rule, with the number ``i`` of a leaf and draws in float32 at least::
@@ -143,19 +133,19 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
         2016.
     """
     if not isinstance(std, Tensor):
-        std = check_number(std, "std")
+        std = checks.check_number(std, "std")
     else:  # NaN, and no error: a look at a number would wait for the device
         std = torch.where(std >= 0, std, torch.nan)
     if not isinstance(key, Tensor) or key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"key is {key!r}; expected one key of shape (2,): pureaccum.key(seed).")
-    leaves, spec = read_params(tree, "tree")
+    leaves, spec = checks.read_params(tree, "tree")
 
     def noisy(i: int, x: Tensor) -> Tensor:
-        parts = real_parts(x)
-        wide = accumulation_dtype(parts.dtype)
-        noise = normal(fold_in(key.to(x.device), i), tuple(parts.shape), wide)
-        by = as_scalar_of(noise, std) if isinstance(std, Tensor) else std
+        parts = trees.real_parts(x)
+        wide = trees.accumulation_dtype(parts.dtype)
+        noise = keys.normal(keys.fold_in(key.to(x.device), i), tuple(parts.shape), wide)
+        by = trees.as_scalar_of(noise, std) if isinstance(std, Tensor) else std
         parts = (parts.to(wide) + noise * by).to(parts.dtype)
         return torch.view_as_complex(parts) if x.is_complex() else parts
 
-    return unflatten(spec, [noisy(i, x) for i, x in enumerate(leaves)])
+    return trees.unflatten(spec, [noisy(i, x) for i, x in enumerate(leaves)])

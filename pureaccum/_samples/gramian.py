@@ -15,21 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    check_argnums,
-    check_disjoint,
-    outside_inference_mode,
-    positions,
-    read_params,
-)
-from .._base.dtensors import refuse_sharded
-from .._base.trees import Tree, accumulation_dtype, flatten, tree_leaves
-from .._core.batches import Batch, cut_batch, need_rows, read_batch, rows_to_cut
-from .._core.history import with_history
-from .._core.writes import known_of
-from .by_layers import with_factors
-from .chunks import Chunk, Mapped, SampleEngine, Sampling, check_sampling, of_arguments, sampled
-from .outer_products import Outer, inner_products
+from .._base import checks, dtensors, trees
+from .._core import batches, history, writes
+from . import by_layers, chunks, outer_products
 
 
 def gramian(
@@ -39,7 +27,7 @@ def gramian(
     batch_argnums: int | tuple[int, ...] = 1,
     chunk_size: int | None = None,
     keep_batch_dim: bool = False,
-    engine: SampleEngine = "vmap",
+    engine: chunks.SampleEngine = "vmap",
 ) -> Callable[..., Tensor]:
     """The inner products of the gradients of samples: their empirical neural tangent kernel.
 
@@ -92,60 +80,68 @@ def gramian(
         <https://docs.pytorch.org/tutorials/intermediate/neural_tangent_kernels.html>`_ by
         torch.func
     """
-    mapped = Mapped(keep_batch_dim, randomness="error")
-    how = with_factors(
-        check_sampling(Sampling(chunk_size=chunk_size, mapped=mapped, engine=engine))
+    mapped = chunks.Mapped(keep_batch_dim, randomness="error")
+    how = by_layers.with_factors(
+        chunks.check_sampling(chunks.Sampling(chunk_size=chunk_size, mapped=mapped, engine=engine))
     )
-    wrt, cut = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
-    check_disjoint(wrt, cut)
-    alone, known = not isinstance(argnums, tuple), known_of(func)
+    wrt, cut = (
+        checks.check_argnums(argnums, "argnums"),
+        checks.check_argnums(batch_argnums, "batch_argnums"),
+    )
+    checks.check_disjoint(wrt, cut)
+    alone, known = not isinstance(argnums, tuple), writes.known_of(func)
 
-    def by(how: Sampling, *args: Any, other: Tree = None, **kwargs: Any) -> Tensor:
-        at = positions(wrt, len(args), "argnums")
-        cut_at = positions(cut, len(args), "batch_argnums")
-        refuse_sharded(tree_leaves([*args, *kwargs.values(), other]), "an argument", _DTENSORS)
-        params, call = of_arguments(func, at, alone, args, kwargs)
-        leaves, _ = read_params(params)
+    def by(how: chunks.Sampling, *args: Any, other: trees.Tree = None, **kwargs: Any) -> Tensor:
+        at = checks.positions(wrt, len(args), "argnums")
+        cut_at = checks.positions(cut, len(args), "batch_argnums")
+        dtensors.refuse_sharded(
+            trees.tree_leaves([*args, *kwargs.values(), other]), "an argument", _DTENSORS
+        )
+        params, call = chunks.of_arguments(func, at, alone, args, kwargs)
+        leaves, _ = checks.read_params(params)
 
         def block(part: Part) -> Block:
             its = tuple(part.get(i, x) for i, x in enumerate(args))
-            (chunk,) = sampled(call, params, its, at, cut_at, how, known)[0]
+            (chunk,) = chunks.sampled(call, params, its, at, cut_at, how, known)[0]
             return _block(chunk)
 
         its = {i: args[i] for i in cut_at}
-        batch, second = read_batch(its, "args"), None
+        batch, second = batches.read_batch(its, "args"), None
         if other is not None:
             second = _read_other(other, its, isinstance(batch_argnums, tuple))
-        rows = rows_to_cut(batch, "args", one_by_one=True)
-        columns = rows if second is None else rows_to_cut(second, "other", one_by_one=True)
+        rows = batches.rows_to_cut(batch, "args", one_by_one=True)
+        columns = rows if second is None else batches.rows_to_cut(second, "other", one_by_one=True)
         if not (rows and columns):
-            wide = accumulation_dtype(leaves[0].dtype).to_real()
+            wide = trees.accumulation_dtype(leaves[0].dtype).to_real()
             return leaves[0].new_empty(rows, columns, dtype=wide)
-        parts = [*cut_batch(batch, how.chunk_size or rows)]
-        others = parts if second is None else [*cut_batch(second, how.chunk_size or columns)]
-        with outside_inference_mode():
+        parts = [*batches.cut_batch(batch, how.chunk_size or rows)]
+        others = (
+            parts if second is None else [*batches.cut_batch(second, how.chunk_size or columns)]
+        )
+        with checks.outside_inference_mode():
             return _matrix(parts, others, (rows, columns), how.chunk_size or 0, block)
 
     plain = partial(by, how._replace(engine="vmap"))
-    return wraps(func)(with_history(partial(by, how), known, plain))
+    return wraps(func)(history.with_history(partial(by, how), known, plain))
 
 
 _DTENSORS = "a Gramian is taken of what one rank has, such as x.full_tensor()."
 
-Part = dict[int, Tree]  # of a batch, by the positions of arguments
+Part = dict[int, trees.Tree]  # of a batch, by the positions of arguments
 
 
 class Block(NamedTuple):
     """The gradients of some samples."""
 
-    grads: list[Tensor | Outer]  # of each leaf; a tensor is (samples, numbers of each, *leaf.shape)
+    # of each leaf; a tensor is (samples, numbers of each, *leaf.shape)
+    grads: list[Tensor | outer_products.Outer]
     keep: Tensor | tuple[()]  # which samples have any, where not all do
     shape: torch.Size  # of what func gives for a sample
     many: int  # numbers of all samples together
     like: Tensor
 
 
-def _read_other(other: Tree, its: Part, several: bool) -> Batch:
+def _read_other(other: trees.Tree, its: Part, several: bool) -> batches.Batch:
     """The other batch, by the positions of the arguments in whose place it stands."""
     found = other if several else (other,)
     if not isinstance(found, tuple) or len(found) != len(its):  # pyright: ignore
@@ -153,8 +149,12 @@ def _read_other(other: Tree, its: Part, several: bool) -> Batch:
             f"other is a {type(other).__name__}; expected a tuple of {len(its)}, which stands in "
             "the place of the batch arguments."
         )
-    need_rows(read_batch(other, "other"), "other")  # of which an error says where it is
-    batch, expected = read_batch(dict(zip(its, found, strict=True)), "other"), flatten(its)[1]
+    # of which an error says where it is
+    batches.need_rows(batches.read_batch(other, "other"), "other")
+    batch, expected = (
+        batches.read_batch(dict(zip(its, found, strict=True)), "other"),
+        trees.flatten(its)[1],
+    )
     if batch.spec != expected:
         raise ValueError(
             f"other has the structure {batch.spec}, and the batch {expected}; expected another "
@@ -163,14 +163,14 @@ def _read_other(other: Tree, its: Part, several: bool) -> Batch:
     return batch
 
 
-def _block(chunk: Chunk) -> Block:
+def _block(chunk: chunks.Chunk) -> Block:
     value, shape = chunk.value, chunk.value.shape[1:]
 
     def with_numbers(x: Tensor) -> Tensor:
         return x.reshape(value.shape[0], shape.numel(), *x.shape[value.dim() :])
 
     return Block(
-        grads=[x if isinstance(x, Outer) else with_numbers(x) for x in chunk.grads],
+        grads=[x if isinstance(x, outer_products.Outer) else with_numbers(x) for x in chunk.grads],
         keep=chunk.keep,
         shape=shape,
         many=value.numel(),
@@ -226,12 +226,14 @@ def _last_one_kept(block: Callable[[Part], Block], parts: list[Part]) -> Callabl
 
 def _inner_products(a: Block, b: Block) -> Tensor:
     """Those of all gradients of two blocks, zero where a sample has none."""
-    wide = accumulation_dtype(torch.promote_types(a.like.dtype, b.like.dtype))
+    wide = trees.accumulation_dtype(torch.promote_types(a.like.dtype, b.like.dtype))
     total = a.like.new_zeros(a.many, b.many, dtype=wide)
     for x, y in zip(a.grads, b.grads, strict=True):
-        unused = any(isinstance(it, Outer) and it.right.shape[-2] == 0 for it in (x, y))
+        unused = any(
+            isinstance(it, outer_products.Outer) and it.right.shape[-2] == 0 for it in (x, y)
+        )
         if not unused:
-            total = total + inner_products(x, y).to(total.device)
+            total = total + outer_products.inner_products(x, y).to(total.device)
     for keep, at in ((a.keep, 0), (b.keep, 1)):
         if isinstance(keep, Tensor):  # of one number each: it is Weighted that leaves samples out
             total = torch.where(keep.unsqueeze(1 - at), total, 0.0)

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base.torch_internals.functorch import wants_gradient
+from .._base.torch_internals import functorch
+from . import outer_products
 from .layers import Layers, Rules
-from .outer_products import Outer
 
 
 INDICES = {torch.int32, torch.int64}
@@ -105,7 +105,7 @@ def _multiplied(layers: Layers, x: Any, weight: Any, bias: Any, flip: bool) -> T
 
     def back(a: Tensor, d: Tensor) -> None:
         a, d = a.reshape(layers.rows, -1, a.shape[-1]), layers.cotangents(d)
-        layers.arrived(i, Outer(*((a, d) if flip else (d, a)), leaf.shape))
+        layers.arrived(i, outer_products.Outer(*((a, d) if flip else (d, a)), leaf.shape))
         if j is not None:
             layers.arrived(j, d.sum(-2))
 
@@ -147,7 +147,7 @@ def _looked_up(layers: Layers, index: Any, weight: Any, padding: int | None) -> 
         left, d = index.reshape(layers.rows, -1), layers.cotangents(d)
         if padding is not None:
             d = torch.where((left == padding).unsqueeze(-1), 0.0, d)
-        layers.arrived(i, Outer(left, d, leaf.shape))
+        layers.arrived(i, outer_products.Outer(left, d, leaf.shape))
 
     return layers.below(_Lookup.apply, (i,), rows.long(), leaf, back)
 
@@ -271,7 +271,7 @@ def _cross_entropy(
 
 
 def _requires_grad(layers: Layers, x: Any) -> Any:
-    return wants_gradient(x)  # a wrapper of vmap says no
+    return functorch.wants_gradient(x)  # a wrapper of vmap says no
 
 
 def _transposed(layers: Layers, x: Any, *dims: Any) -> Tensor | None:

@@ -23,21 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base.checks import here
-from .._base.torch_internals.autograd import ends_of, gradients
-from .._base.torch_internals.functorch import (
-    as_members,
-    below_vmap,
-    members_of,
-    over_rows,
-    transform_level,
-)
-from .._base.trees import accumulation_dtype
-from .outer_products import Outer, sum_of_parts, zero_gradients
+from .._base import checks, trees
+from .._base.torch_internals import autograd, functorch
+from . import outer_products
 
 
 SMALL = 2**10  # numbers
-See = Callable[[int, Outer | Tensor], None]
+See = Callable[[int, outer_products.Outer | Tensor], None]
 # What is done for all samples at once in place of functions, and in place of those that are called
 # by keyword. A rule returns None where it does not apply.
 Rules = tuple[dict[Any, Callable[..., Any]], dict[Any, Callable[..., Any]]]
@@ -72,7 +64,7 @@ class Layers(TorchFunctionMode):
         if any(type(x) is not Tensor or x.layout != torch.strided for x in self.given):
             raise Unfit("a leaf is no plain tensor, and has a way of its own with operations")
         self.wide = [
-            x.is_floating_point() and accumulation_dtype(x.dtype, at_least) == x.dtype
+            x.is_floating_point() and trees.accumulation_dtype(x.dtype, at_least) == x.dtype
             for x in leaves
         ]
         self.level: int | None = None
@@ -87,20 +79,22 @@ class Layers(TorchFunctionMode):
         self.unfit = ""
         self.see: See
         self.several: int | None = None  # cotangents
-        self.parts: dict[int, list[Outer | Tensor]] = {}  # of leaves with several uses
+        self.parts: dict[
+            int, list[outer_products.Outer | Tensor]
+        ] = {}  # of leaves with several uses
         self.whole: set[int] = set()
 
     # Forwards --------------------------------------------------------------------------------
 
     def __enter__(self) -> Any:
-        self.level = transform_level()
+        self.level = functorch.transform_level()
         return super().__enter__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if here.observed is not None:  # what the loss does there is done again
+        if checks.here.observed is not None:  # what the loss does there is done again
             return func(*args, **kwargs)
         rule = self.rules[bool(kwargs)].get(func)
         if rule is not None and (out := rule(self, *args, **kwargs)) is not None:
@@ -140,15 +134,17 @@ class Layers(TorchFunctionMode):
 
     def copy_of(self, i: int, transposed: bool) -> Tensor:
         """A copy of a leaf for each sample, as one of them sees it."""
-        if transform_level() != self.level:
+        if functorch.transform_level() != self.level:
             raise self.refusal("uses a leaf under a transform of its own")
         if i not in self.copies:
             leaf = self.leaves[i]
             self.may_copy -= leaf.numel()
             if self.may_copy < 0:
                 raise self.refusal("uses large leaves in other ways than layers do")
-            copy = below_vmap(lambda: leaf.expand(self.rows, *leaf.shape).requires_grad_())
-            self.copies[i] = copy, as_members(copy, transform_level() or 0)
+            copy = functorch.below_vmap(
+                lambda: leaf.expand(self.rows, *leaf.shape).requires_grad_()
+            )
+            self.copies[i] = copy, functorch.as_members(copy, functorch.transform_level() or 0)
             self.uses[i] += 1
         copy = self.copies[i][1]
         return copy.mT if transposed else copy
@@ -172,9 +168,13 @@ class Layers(TorchFunctionMode):
 
         One that is the same for all is None, or expanded.
         """
-        if not isinstance(x, Tensor) or self.level is None or transform_level() != self.level:
+        if (
+            not isinstance(x, Tensor)
+            or self.level is None
+            or functorch.transform_level() != self.level
+        ):
             return None
-        found, mapped = members_of(x, self.level) or (x, None)
+        found, mapped = functorch.members_of(x, self.level) or (x, None)
         if not mapped and not (expand and mapped is False):
             return None
         found = found if mapped else found.expand(self.rows, *found.shape)
@@ -195,7 +195,7 @@ class Layers(TorchFunctionMode):
 
     def as_sample(self, func: Any, *given: Any) -> Tensor:
         """What a function of all samples gives, as one of them sees it."""
-        return as_members(below_vmap(func, *given), self.level or 0)
+        return functorch.as_members(functorch.below_vmap(func, *given), self.level or 0)
 
     def standing_in(self, x: Tensor, i: int, transposed: bool) -> Tensor:
         """One more tensor that stands for a leaf."""
@@ -205,7 +205,7 @@ class Layers(TorchFunctionMode):
 
     def all_of(self, totals: Tensor) -> bool:
         """Whether the graph of what the loss gave ends nowhere but here."""
-        return {*map(id, self.own)}.issuperset(map(id, ends_of(totals)))
+        return {*map(id, self.own)}.issuperset(map(id, autograd.ends_of(totals)))
 
     @property
     def own(self) -> list[Tensor]:
@@ -230,7 +230,7 @@ class Layers(TorchFunctionMode):
         copies = [copy for copy, _ in self.copies.values()]
         wrt = [self.token, *copies, *self.given]
         if cotangents is None:
-            found = gradients(totals, wrt, torch.ones_like(totals))
+            found = autograd.gradients(totals, wrt, torch.ones_like(totals))
         else:
             found = _by_several(totals, wrt, cotangents)
         if any(x is not None for x in found[1 + len(copies) :]):
@@ -241,13 +241,18 @@ class Layers(TorchFunctionMode):
         for i, leaf in enumerate(self.leaves):
             if i not in self.whole:
                 parts = self.parts.pop(i, None)
-                see(i, sum_of_parts(parts) if parts else zero_gradients(leaf, self.rows))
+                see(
+                    i,
+                    outer_products.sum_of_parts(parts)
+                    if parts
+                    else outer_products.zero_gradients(leaf, self.rows),
+                )
 
     def lowered(self, x: Tensor) -> Tensor:
         """A tensor of the backward pass; the several cotangents are dim 0."""
         if self.several is None:
             return x
-        x, mapped = members_of(x, transform_level() or 0) or (x, False)
+        x, mapped = functorch.members_of(x, functorch.transform_level() or 0) or (x, False)
         return x if mapped else x.expand(self.several, *x.shape)
 
     def cotangents(self, d: Tensor) -> Tensor:
@@ -256,7 +261,7 @@ class Layers(TorchFunctionMode):
         many = () if self.several is None else (self.several,)
         return d.reshape(*many, self.rows, -1, d.shape[-1])
 
-    def arrived(self, i: int, part: Outer | Tensor) -> None:
+    def arrived(self, i: int, part: outer_products.Outer | Tensor) -> None:
         """Take the gradients of one use of a leaf."""
         if self.uses[i] == 1:
             self.whole.add(i)
@@ -270,11 +275,11 @@ def _by_several(totals: Tensor, wrt: list[Tensor], cotangents: Tensor) -> list[T
     none: list[bool] = []
 
     def of(cotangent: Tensor) -> list[Tensor]:
-        found = gradients(totals, wrt, cotangent)
+        found = autograd.gradients(totals, wrt, cotangent)
         none.extend(x is None for x in found)
         return [cotangent if x is None else x for x in found]
 
-    found = over_rows(of, [cotangents], "same")  # what is run again draws the same
+    found = functorch.over_rows(of, [cotangents], "same")  # what is run again draws the same
     return [None if nothing else x for x, nothing in zip(found, none, strict=True)]
 
 

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_number, check_state, read_params
-from .._base.states import loadable
-from .._base.trees import Tree, flatten, norm, paths, tree_leaves, tree_map, where
-from .._core.ledger import AccumState
-from .reducers import Moments
+from .._base import checks, states, trees
+from .._core import ledger
+from . import reducers
 
 
-@loadable
+@states.loadable
 class NoiseScale(NamedTuple):
     """How much gradients scatter; 0-d float64 tensors.
 
@@ -53,7 +51,7 @@ class NoiseScale(NamedTuple):
     high: Tensor
 
 
-@loadable
+@states.loadable
 class BatchNoise(NamedTuple):
     """What one batch says; a vector begins with all leaves together, and goes on leaf by leaf."""
 
@@ -63,7 +61,7 @@ class BatchNoise(NamedTuple):
     pieces: Tensor
 
 
-@loadable
+@states.loadable
 class NoiseAverages(NamedTuple):
     """Moving averages of ``signal`` and ``noise``, their products and squares, not yet corrected.
 
@@ -92,12 +90,12 @@ class RunningNoiseScale(NamedTuple):
         read: ``read(averages, like=None)`` gives what ``noise_scale`` gives, with an interval.
     """
 
-    init: Callable[[Tree], NoiseAverages]
+    init: Callable[[trees.Tree], NoiseAverages]
     update: Callable[[NoiseAverages, Any], NoiseAverages]
     read: Callable[..., Any]
 
 
-def noise_scale(seen: Any, like: Tree = None) -> Any:
+def noise_scale(seen: Any, like: trees.Tree = None) -> Any:
     """The gradient noise scale of one batch.
 
     The rule, for K microbatches that add s of weight w to the sums S and W::
@@ -163,18 +161,20 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         McCandlish, Kaplan, Amodei and OpenAI Dota Team, `An empirical model of large-batch training
         <https://arxiv.org/abs/1812.06162>`_, 2018.
     """
-    decay = check_number(decay, "decay", "a number from 0, and below 1", lambda it: 0 <= it < 1)
+    decay = checks.check_number(
+        decay, "decay", "a number from 0, and below 1", lambda it: 0 <= it < 1
+    )
 
-    def init(params: Tree) -> NoiseAverages:
+    def init(params: trees.Tree) -> NoiseAverages:
         """Averages of nothing."""
-        leaves, _ = read_params(params)
+        leaves, _ = checks.read_params(params)
         vector = torch.zeros(len(leaves) + 1, dtype=torch.float64, device=leaves[0].device)
         like = _averages_of(BatchNoise(vector, vector, vector[0], vector[0]))
-        return tree_map(torch.zeros_like, like)
+        return trees.tree_map(torch.zeros_like, like)
 
     def update(averages: NoiseAverages, seen: Any) -> NoiseAverages:
         """The averages with one batch more, if that says anything."""
-        check_state(averages, NoiseAverages, "running_noise_scale", "averages")
+        checks.check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         batch = read_noise(seen)
         signal, noise = batch.signal, batch.noise
         if signal.shape != averages.signal.shape:
@@ -183,16 +183,16 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
                 "averages belong to the params that they were made from by init."
             )
         ok = torch.isfinite(torch.cat([signal, noise])).all()
-        later = tree_map(
+        later = trees.tree_map(
             lambda old, x: decay * old + (1 - decay) * x, averages, _averages_of(batch)
         )
         squares = decay**2 * averages.squares + (1 - decay) ** 2
-        return where(ok, later._replace(squares=squares), averages)
+        return trees.where(ok, later._replace(squares=squares), averages)
 
-    def read(averages: NoiseAverages, like: Tree = None) -> Any:
+    def read(averages: NoiseAverages, like: trees.Tree = None) -> Any:
         """What the averages say, with a confidence interval."""
-        check_state(averages, NoiseAverages, "running_noise_scale", "averages")
-        mean = tree_map(lambda x: x / averages.share, averages)
+        checks.check_state(averages, NoiseAverages, "running_noise_scale", "averages")
+        mean = trees.tree_map(lambda x: x / averages.share, averages)
         mean = mean._replace(share=averages.share, squares=averages.squares)
         batch = BatchNoise(mean.signal, mean.noise, mean.weight, mean.pieces)
         return _scales(batch, _interval(mean), like)
@@ -221,7 +221,9 @@ def _averages_of(batch: BatchNoise) -> NoiseAverages:
 
 def read_noise(seen: Any) -> BatchNoise:
     """What one batch says: of whatever ``noise_scale`` takes."""
-    counted = {BatchNoise: "pieces", Moments: "samples", AccumState: "total"}.get(type(seen))
+    counted = {BatchNoise: "pieces", reducers.Moments: "samples", ledger.AccumState: "total"}.get(
+        type(seen)
+    )
     if counted is not None and getattr(seen, counted).dim() != 0:
         raise ValueError(
             f"the {type(seen).__name__} is stacked: each member has a noise scale of its own; "
@@ -229,22 +231,24 @@ def read_noise(seen: Any) -> BatchNoise:
         )
     if isinstance(seen, BatchNoise):
         return seen
-    if isinstance(seen, Moments):
-        seconds = torch.stack([x.double().sum() for x in tree_leaves(seen.second)]) * seen.weight
-        sums = [norm(x) for x in tree_leaves(seen.mean)]
+    if isinstance(seen, reducers.Moments):
+        seconds = (
+            torch.stack([x.double().sum() for x in trees.tree_leaves(seen.second)]) * seen.weight
+        )
+        sums = [trees.norm(x) for x in trees.tree_leaves(seen.mean)]
         return noise_of(sums, seconds, seen.weight, seen.samples)
-    if not isinstance(seen, AccumState):
+    if not isinstance(seen, ledger.AccumState):
         raise TypeError(
             f"the noise scale was asked of a {type(seen).__name__}; expected the AccumState of an "
             "accumulator with squares=True, Moments, or the noise of a StepInfo (with noise=True)."
         )
-    sums = tree_leaves(seen.grads)
+    sums = trees.tree_leaves(seen.grads)
     if not isinstance(seen.squares, Tensor) or len(seen.squares) != len(sums) + 1:
         raise ValueError(
             "the state has not summed the squared norms of gradients: make the accumulator with "
             "squares=True (and reduce='sum' or 'mean'; of 'moments', pass what finalize gives)."
         )
-    means = [norm(x).double() / seen.weight for x in sums]
+    means = [trees.norm(x).double() / seen.weight for x in sums]
     return noise_of(means, seen.squares[:-1], seen.weight, seen.squares[-1])
 
 
@@ -257,7 +261,7 @@ def noise_of(means: list[Tensor], squares: Tensor, weight: Tensor, pieces: Tenso
     return BatchNoise(signal, noise, weight.double().clone(), pieces.double().clone())
 
 
-def _scales(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: Tree) -> Any:
+def _scales(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: trees.Tree) -> Any:
     """The noise scale of all leaves together, or a dict with that of each leaf."""
     signal, noise, weight, pieces = batch
     scale = torch.where(signal > 0, noise / signal, torch.where(signal <= 0, torch.inf, torch.nan))
@@ -265,7 +269,7 @@ def _scales(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: Tree) -> A
     fields = torch.stack([scale, signal, noise, snr, cosine, *interval])
     if like is None:
         return NoiseScale(*fields[:, 0])
-    names = paths(flatten(like)[1], "params")
+    names = trees.paths(trees.flatten(like)[1], "params")
     if len(names) != len(signal) - 1:
         raise ValueError(
             f"like has {len(names)} leaves; expected params, of which {len(signal) - 1} were seen."

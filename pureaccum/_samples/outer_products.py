@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._base.trees import accumulation_dtype, continuous, real_parts
+from .._base import trees
 
 
 class Outer(NamedTuple):
@@ -65,8 +65,8 @@ def written_out(x: Outer) -> Tensor:
 def norms_of(x: Outer | Tensor) -> Tensor:
     """The norm of each gradient, in float32 at least."""
     if isinstance(x, Tensor):
-        rows, wide = x.reshape(x.shape[0], -1), accumulation_dtype(x.dtype)
-        rows = rows if continuous(x) else rows.to(wide)
+        rows, wide = x.reshape(x.shape[0], -1), trees.accumulation_dtype(x.dtype)
+        rows = rows if trees.continuous(x) else rows.to(wide)
         return torch.linalg.vector_norm(rows, dim=1, dtype=wide)
     left, right, times = x.left, x.right, x.right.shape[-2]
     if is_table(x):  # each row of the table once
@@ -145,7 +145,7 @@ def _by_factors(x: Outer, y: Outer) -> Tensor:
     """Σ over pairs of <a, a'> <d, d'>. Where there are several they cancel, hence in float64."""
     if _pairs(x, y) <= 1:
         return _of_pairs(x.left, x.right, y.left, y.right)
-    wide, (x, y) = accumulation_dtype(x.right.dtype), _numbers_to_the_right(x, y)
+    wide, (x, y) = trees.accumulation_dtype(x.right.dtype), _numbers_to_the_right(x, y)
     left, right, others, cotangents = (
         it if it.dtype == torch.int64 else it.double() for it in (x.left, x.right, y.left, y.right)
     )
@@ -206,9 +206,9 @@ def _as_rows(x: Outer | Tensor) -> Tensor:
     if isinstance(x, Outer):
         x, several = written_out(x), max(x.left.dim(), x.right.dim()) == 4
         x = x.movedim(0, 1) if several else x.unsqueeze(1)
-    x = real_parts(x)
+    x = trees.real_parts(x)
     rows = x.shape[0] * x.shape[1]
-    return x.reshape(rows, x.shape[2:].numel()).to(accumulation_dtype(x.dtype))
+    return x.reshape(rows, x.shape[2:].numel()).to(trees.accumulation_dtype(x.dtype))
 
 
 # Pieces --------------------------------------------------------------------------------

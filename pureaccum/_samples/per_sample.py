@@ -15,49 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    check_argnums,
-    check_disjoint,
-    check_dtype,
-    outside_inference_mode,
-    positions,
-    read_params,
-)
-from .._base.dtensors import (
-    any_sharded,
-    is_sharded,
-    local,
-    placed_like,
-    refuse_sharded,
-    replicated,
-    whole,
-)
-from .._base.sharded_rows import NOWHERE, Over, close_rows, rows_over, sum_over
-from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals.modes import may_write, transform_active
-from .._base.trees import Tree, add, flatten, tree_leaves, tree_map, unflatten
-from .._core.accumulator import NO_GRAPH, Accumulator
-from .._core.history import refusing_backward, with_history
-from .._core.ledger import AccumState, check_squares, empty, read_state
-from .._core.losses import counts, divisor, mean_value
-from .._core.reductions import is_reducer
-from .._core.writes import known_of
-from .by_layers import with_shortcut
-from .chunks import (
-    Chunk,
-    Mapped,
-    Metrics,
-    Randomness,
-    SampleEngine,
-    Sampling,
-    check_sampling,
-    like_transformed,
-    of_arguments,
-    sampled,
-    with_beside,
-)
-from .reducers import ChunkReducer, read_reduce, reduced, squares_of, terms
-from .scaling import Transform
+from .._base import checks, dtensors, sharded_rows, states, trees
+from .._base.torch_internals import modes
+from .._core import accumulator, history, ledger, losses, reductions, writes
+from . import by_layers, chunks, reducers, scaling
 
 
 def per_sample_grad(
@@ -67,12 +28,12 @@ def per_sample_grad(
     *,
     batch_argnums: int | tuple[int, ...] = 1,
     chunk_size: int | None = None,
-    transform: Transform = None,
+    transform: scaling.Transform = None,
     reduce: Any = "concat",
-    metrics: Metrics = None,
+    metrics: chunks.Metrics = None,
     keep_batch_dim: bool = False,
-    randomness: Randomness = "error",
-    engine: SampleEngine = "vmap",
+    randomness: chunks.Randomness = "error",
+    engine: chunks.SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
 ) -> Callable[..., Any]:
     """``torch.func.vmap(torch.func.grad(func))``, whose chunks are reduced as they come.
@@ -135,9 +96,9 @@ def per_sample_grad(
         `Per-sample gradients
         <https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html>`_ by torch.func
     """
-    how = Sampling(
+    how = chunks.Sampling(
         chunk_size=chunk_size,
-        mapped=Mapped(keep_batch_dim, randomness),
+        mapped=chunks.Mapped(keep_batch_dim, randomness),
         engine=engine,
         has_aux=has_aux,
         transform=transform,
@@ -146,32 +107,37 @@ def per_sample_grad(
         carries_graph=chunk_size is None,
     )
     how, at_least = _read(how, reduce, dtype)
-    reducer = None if reduce == "concat" else read_reduce(reduce)
-    wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
-    check_disjoint(wrt, batches)
-    alone, known = not isinstance(argnums, tuple), known_of(func)
+    reducer = None if reduce == "concat" else reducers.read_reduce(reduce)
+    wrt, batches = (
+        checks.check_argnums(argnums, "argnums"),
+        checks.check_argnums(batch_argnums, "batch_argnums"),
+    )
+    checks.check_disjoint(wrt, batches)
+    alone, known = not isinstance(argnums, tuple), writes.known_of(func)
 
-    def by(how: Sampling, *args: Any, **kwargs: Any) -> Any:
-        at = positions(wrt, len(args), "argnums")
-        given, over = args, NOWHERE
-        if any_sharded(tree_leaves([*args, *kwargs.values()])):
+    def by(how: chunks.Sampling, *args: Any, **kwargs: Any) -> Any:
+        at = checks.positions(wrt, len(args), "argnums")
+        given, over = args, sharded_rows.NOWHERE
+        if dtensors.any_sharded(trees.tree_leaves([*args, *kwargs.values()])):
             args, kwargs, over = _on_this_rank(args, kwargs, batches, reduce)
-        params, call = of_arguments(func, at, alone, args, kwargs)
-        seen, beside = sampled(call, params, args, at, batches, how, known)
-        with outside_inference_mode():
+        params, call = chunks.of_arguments(func, at, alone, args, kwargs)
+        seen, beside = chunks.sampled(call, params, args, at, batches, how, known)
+        with checks.outside_inference_mode():
             if reducer is None:
-                result = with_beside(_joined(seen, params, how), beside, how)
-                return tree_map(lambda x: close_rows(x, over), result)
-            sums = reduced(seen, reducer, how.transform, params, at_least)
-            sums = tree_map(lambda x: sum_over(x, over), sums)
+                result = chunks.with_beside(_joined(seen, params, how), beside, how)
+                return trees.tree_map(lambda x: sharded_rows.close_rows(x, over), result)
+            sums = reducers.reduced(seen, reducer, how.transform, params, at_least)
+            sums = trees.tree_map(lambda x: sharded_rows.sum_over(x, over), sums)
             result = _placed_like(reducer.finalize(*sums), [given[i] for i in at])
-            if beside and over != NOWHERE:
-                beside[:] = [tree_map(lambda *x: close_rows(torch.cat(x), over), *beside)]
-            return with_beside(result, beside, how)
+            if beside and over != sharded_rows.NOWHERE:
+                beside[:] = [
+                    trees.tree_map(lambda *x: sharded_rows.close_rows(torch.cat(x), over), *beside)
+                ]
+            return chunks.with_beside(result, beside, how)
 
     call = partial(by, how)
     if not (how.carries_graph and engine == "vmap"):  # torch records what it does by itself
-        call = with_history(call, known, partial(by, how._replace(engine="vmap")))
+        call = history.with_history(call, known, partial(by, how._replace(engine="vmap")))
     return wraps(func)(call)
 
 
@@ -181,15 +147,15 @@ def per_sample_accumulator(  # noqa: D417
     *,
     batch_argnums: int | tuple[int, ...] = 1,
     chunk_size: int | None = None,
-    transform: Transform = None,
+    transform: scaling.Transform = None,
     reduce: Any = "mean",
-    metrics: Metrics = None,
+    metrics: chunks.Metrics = None,
     keep_batch_dim: bool = False,
-    randomness: Randomness = "error",
-    engine: SampleEngine = "vmap",
+    randomness: chunks.Randomness = "error",
+    engine: chunks.SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
     squares: bool = False,
-) -> Accumulator:
+) -> accumulator.Accumulator:
     """``per_sample_grad`` for a stream: an ``accumulator`` whose microbatches are single samples.
 
     The rule: its state is an ``AccumState`` that counts each sample as a microbatch, and whose
@@ -215,50 +181,59 @@ def per_sample_accumulator(  # noqa: D417
         >>> acc.finalize(state)
         (tensor(3.), tensor(14., dtype=torch.float64))
     """
-    how = Sampling(
+    how = chunks.Sampling(
         chunk_size=chunk_size,
-        mapped=Mapped(keep_batch_dim, randomness),
+        mapped=chunks.Mapped(keep_batch_dim, randomness),
         engine=engine,
         has_aux=has_aux,
         transform=transform,
         metrics=metrics,
     )
-    (how, at_least), reducer = _read(how, reduce, dtype), read_reduce(reduce)
-    batches, known = check_argnums(batch_argnums, "batch_argnums"), known_of(func)
+    (how, at_least), reducer = _read(how, reduce, dtype), reducers.read_reduce(reduce)
+    batches, known = checks.check_argnums(batch_argnums, "batch_argnums"), writes.known_of(func)
 
-    def init(params: Tree) -> AccumState:
+    def init(params: trees.Tree) -> ledger.AccumState:
         """The state of no samples."""
-        leaves, _ = read_params(params)
-        refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
-        with outside_inference_mode():
-            like = like_transformed(how.transform, params)
+        leaves, _ = checks.read_params(params)
+        dtensors.refuse_sharded(
+            leaves, "params", "per_sample_grad is what takes them, with reduce=..."
+        )
+        with checks.outside_inference_mode():
+            like = chunks.like_transformed(how.transform, params)
             sums = reducer.init(like, at_least)
-            return empty(sums, leaves[0].device, len(tree_leaves(like)) if squares else None)
+            return ledger.empty(
+                sums, leaves[0].device, len(trees.tree_leaves(like)) if squares else None
+            )
 
-    def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
+    def update(
+        state: ledger.AccumState, params: trees.Tree, *args: Any, donate: bool = False
+    ) -> Any:
         """The state with the samples of one more batch, and aux and metrics if there are any."""
-        check_squares(read_state(state), squares)
+        ledger.check_squares(ledger.read_state(state), squares)
         call, given = lambda params, *args: func(params, *args[1:]), (params, *args)
-        seen, beside = sampled(call, params, given, (0,), batches, how, known)
-        in_place = donate and may_write()
-        with outside_inference_mode():
+        seen, beside = chunks.sampled(call, params, given, (0,), batches, how, known)
+        in_place = donate and modes.may_write()
+        with checks.outside_inference_mode():
             new = _with_chunks(state, reducer, seen, in_place)
-        return with_beside(_handed_over(state, new) if in_place else new, beside, how)
+        return chunks.with_beside(_handed_over(state, new) if in_place else new, beside, how)
 
-    def merge(a: AccumState, b: AccumState) -> AccumState:
+    def merge(a: ledger.AccumState, b: ledger.AccumState) -> ledger.AccumState:
         """One state of two, in any order and grouping."""
         for state in (a, b):
-            check_squares(read_state(state), squares)
+            ledger.check_squares(ledger.read_state(state), squares)
         grads = reducer.merge(a.grads, b.grads)
-        return add(a._replace(grads=()), b._replace(grads=()))._replace(grads=grads)
+        return trees.add(a._replace(grads=()), b._replace(grads=()))._replace(grads=grads)
 
-    def finalize(state: AccumState) -> tuple[Any, Tensor]:
+    def finalize(state: ledger.AccumState) -> tuple[Any, Tensor]:
         """What ``reduce`` makes of the gradients, and the value."""
-        value = mean_value(read_state(state).total, divisor(state.weight))
+        value = losses.mean_value(ledger.read_state(state).total, losses.divisor(state.weight))
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value
 
-    return Accumulator(init, *(refusing_backward(f, *NO_GRAPH) for f in (update, merge, finalize)))
+    return accumulator.Accumulator(
+        init,
+        *(history.refusing_backward(f, *accumulator.NO_GRAPH) for f in (update, merge, finalize)),
+    )
 
 
 # DTensors: each rank takes the samples that it has, with whole parameters ----------------------
@@ -266,65 +241,77 @@ def per_sample_accumulator(  # noqa: D417
 
 def _on_this_rank(
     args: tuple[Any, ...], kwargs: Any, batches: tuple[int, ...], reduce: Any
-) -> tuple[tuple[Any, ...], Any, Over]:
+) -> tuple[tuple[Any, ...], Any, sharded_rows.Over]:
     """This rank's rows of the batches and all else whole, and the ranks over which rows lie."""
-    if transform_active() or is_reducer(reduce):
+    if modes.transform_active() or reductions.is_reducer(reduce):
         words = "a Reducer of yours cannot be added up over ranks; 'sum', 'mean', 'moments' can."
         raise ValueError(
             "the arguments hold DTensors, and "
-            + ("torch.func's transforms do not see through them." if transform_active() else words)
+            + (
+                "torch.func's transforms do not see through them."
+                if modes.transform_active()
+                else words
+            )
         )
-    at = positions(batches, len(args), "batch_argnums")
-    over = rows_over([x for i in at for x in tree_leaves(args[i])])
-    its = [tree_map(local if i in at else whole, arg) for i, arg in enumerate(args)]
-    return tuple(its), tree_map(whole, kwargs), over
+    at = checks.positions(batches, len(args), "batch_argnums")
+    over = sharded_rows.rows_over([x for i in at for x in trees.tree_leaves(args[i])])
+    its = [
+        trees.tree_map(dtensors.local if i in at else dtensors.whole, arg)
+        for i, arg in enumerate(args)
+    ]
+    return tuple(its), trees.tree_map(dtensors.whole, kwargs), over
 
 
-def _placed_like(result: Tree, params: Tree) -> Tree:
+def _placed_like(result: trees.Tree, params: trees.Tree) -> trees.Tree:
     """What gradients were reduced to, where the parameters lie whose gradients they are."""
-    like, (leaves, spec) = tree_leaves(params), flatten(result)
-    if not any_sharded(like):
+    like, (leaves, spec) = trees.tree_leaves(params), trees.flatten(result)
+    if not dtensors.any_sharded(like):
         return result
-    meshes = next(x for x in like if is_sharded(x))
-    placed = [replicated(x, meshes) if isinstance(x, Tensor) else x for x in leaves]
+    meshes = next(x for x in like if dtensors.is_sharded(x))
+    placed = [dtensors.replicated(x, meshes) if isinstance(x, Tensor) else x for x in leaves]
     copies, rest = divmod(len(leaves), len(like))  # Moments have several
     like = like * copies
     if not rest and all(
         isinstance(x, Tensor) and x.shape == y.shape for x, y in zip(placed, like, strict=True)
     ):
-        placed = placed_like(placed, like)
-    return unflatten(spec, placed)
+        placed = dtensors.placed_like(placed, like)
+    return trees.unflatten(spec, placed)
 
 
 # Pieces --------------------------------------------------------------------------------
 
 
-def _read(how: Sampling, reduce: Any, dtype: torch.dtype | None) -> tuple[Sampling, torch.dtype]:
+def _read(
+    how: chunks.Sampling, reduce: Any, dtype: torch.dtype | None
+) -> tuple[chunks.Sampling, torch.dtype]:
     """The options that are shared: how gradients are taken, and the least dtype of sums."""
-    at_least = check_dtype(dtype)
-    return with_shortcut(check_sampling(how), reduce, at_least), at_least
+    at_least = checks.check_dtype(dtype)
+    return by_layers.with_shortcut(chunks.check_sampling(how), reduce, at_least), at_least
 
 
-def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
+def _joined(seen: Iterable[chunks.Chunk], params: trees.Tree, how: chunks.Sampling) -> trees.Tree:
     """The gradients of all samples, concatenated."""
     parts: list[list[Tensor]] = []
     spec = None
     for chunk in seen:
-        parts.append(terms(chunk))
+        parts.append(reducers.terms(chunk))
         spec = chunk.spec
     if spec is None:
-        like = like_transformed(how.transform, params)
-        return tree_map(lambda x: x.new_zeros(0, *x.shape), like)
+        like = chunks.like_transformed(how.transform, params)
+        return trees.tree_map(lambda x: x.new_zeros(0, *x.shape), like)
     if len(parts) == 1:
-        return unflatten(spec, parts[0])
+        return trees.unflatten(spec, parts[0])
     columns = [list(column) for column in zip(*parts, strict=True)]
     parts.clear()  # so that each column is dropped when it has been joined
-    return unflatten(spec, [torch.cat(columns.pop(0)) for _ in range(len(columns))])
+    return trees.unflatten(spec, [torch.cat(columns.pop(0)) for _ in range(len(columns))])
 
 
 def _with_chunks(
-    state: AccumState, reducer: ChunkReducer, given: Iterable[Chunk], in_place: bool
-) -> AccumState:
+    state: ledger.AccumState,
+    reducer: reducers.ChunkReducer,
+    given: Iterable[chunks.Chunk],
+    in_place: bool,
+) -> ledger.AccumState:
     """The state with some chunks, one by one; an error after the first spoils a state in place."""
     new, begun = state if in_place else _clone(state), False
     try:
@@ -333,19 +320,21 @@ def _with_chunks(
             new = _with_chunk(new, reducer, chunk)
     except BaseException:
         if in_place and begun:
-            mark(tree_leaves(state.grads), Spoiled)
+            states.mark(trees.tree_leaves(state.grads), states.Spoiled)
         raise
     return new
 
 
-def _with_chunk(state: AccumState, reducer: ChunkReducer, chunk: Chunk) -> AccumState:
+def _with_chunk(
+    state: ledger.AccumState, reducer: reducers.ChunkReducer, chunk: chunks.Chunk
+) -> ledger.AccumState:
     value, weight, squares = chunk.value, len(chunk.value), state.squares
     if isinstance(chunk.weight, Tensor):
-        value = torch.where(counts(value, chunk.weight), value, 0.0)
+        value = torch.where(losses.counts(value, chunk.weight), value, 0.0)
         weight = chunk.weight.sum()
     value = value.double()
     if isinstance(squares, Tensor):
-        squares = squares + squares_of(chunk)
+        squares = squares + reducers.squares_of(chunk)
     return state._replace(
         grads=reducer.add(state.grads, chunk),
         total=state.total + value.sum(),
@@ -356,13 +345,15 @@ def _with_chunk(state: AccumState, reducer: ChunkReducer, chunk: Chunk) -> Accum
     )
 
 
-def _handed_over(state: AccumState, new: AccumState) -> AccumState:
+def _handed_over(state: ledger.AccumState, new: ledger.AccumState) -> ledger.AccumState:
     """The new state; the old one is marked. A reducer of the user's may hold numbers in it."""
-    kept, spec = flatten(new)
-    tensors = [[x for x in each if isinstance(x, Tensor)] for each in (tree_leaves(state), kept)]
-    renewed = iter(hand_over(*tensors))
-    return unflatten(spec, [next(renewed) if isinstance(x, Tensor) else x for x in kept])
+    kept, spec = trees.flatten(new)
+    tensors = [
+        [x for x in each if isinstance(x, Tensor)] for each in (trees.tree_leaves(state), kept)
+    ]
+    renewed = iter(states.hand_over(*tensors))
+    return trees.unflatten(spec, [next(renewed) if isinstance(x, Tensor) else x for x in kept])
 
 
-def _clone(state: AccumState) -> AccumState:
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+def _clone(state: ledger.AccumState) -> ledger.AccumState:
+    return trees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)

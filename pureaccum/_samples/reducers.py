@@ -16,19 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_fits
-from .._base.states import loadable
-from .._base.torch_internals.modes import may_write
-from .._base.trees import Tree, add, as_scalar_of, flatten, tree_leaves, tree_map, unflatten, zeros
-from .._core.losses import divisor
-from .._core.reductions import Reducer, is_reducer
+from .._base import checks, states, trees
+from .._base.torch_internals import modes
+from .._base.trees import add
+from .._core import losses, reductions
 from .._core.weights import divided, quotient
-from .chunks import Chunk, like_transformed, need_leaves
-from .outer_products import Outer, add_weighted_, norms_of, only_kept, written_out
-from .scaling import Clip, Transform
+from . import chunks, outer_products, scaling
 
 
-@loadable
+@states.loadable
 class Moments(NamedTuple):
     """The first two moments of the samples' gradients.
 
@@ -50,12 +46,12 @@ class Moments(NamedTuple):
         tensor(2.)
     """
 
-    mean: Tree
-    second: Tree
+    mean: trees.Tree
+    second: trees.Tree
     weight: Tensor
     samples: Tensor
 
-    def variance(self) -> Tree:
+    def variance(self) -> trees.Tree:
         """The variance of one sample's gradient, number by number; unbiased, NaN of one sample."""
         if self.weight.dim() != 0:
             raise ValueError(
@@ -64,25 +60,26 @@ class Moments(NamedTuple):
         each = torch.where(self.samples > 1, self.weight / (self.samples - 1), torch.nan)
 
         def of(mean: Tensor, second: Tensor) -> Tensor:
-            return (second - _power(mean)) * as_scalar_of(second, each)
+            return (second - _power(mean)) * trees.as_scalar_of(second, each)
 
-        return tree_map(of, self.mean, self.second)
+        return trees.tree_map(of, self.mean, self.second)
 
 
-@loadable
+@states.loadable
 class MomentSums(NamedTuple):
     """What ``Moments`` are made of, before any division."""
 
-    first: Tree
-    second: Tree
+    first: trees.Tree
+    second: trees.Tree
     samples: Tensor
 
 
 class ChunkReducer(NamedTuple):
     """A way to reduce chunks."""
 
-    init: Callable[[Tree, torch.dtype], Any]  # of a tree like one gradient, and the least dtype
-    add: Callable[[Any, Chunk], Any]  # writes to the state, except under a transform
+    # of a tree like one gradient, and the least dtype
+    init: Callable[[trees.Tree, torch.dtype], Any]
+    add: Callable[[Any, chunks.Chunk], Any]  # writes to the state, except under a transform
     merge: Callable[[Any, Any], Any]
     finalize: Callable[[Any, Tensor], Any]  # of a state, and the weight
 
@@ -91,7 +88,7 @@ def read_reduce(reduce: Any) -> ChunkReducer:
     """The reducer that a word stands for, or one of the user's."""
     if isinstance(reduce, str) and reduce in REDUCERS:
         return REDUCERS[reduce]
-    if is_reducer(reduce):
+    if reductions.is_reducer(reduce):
         return _of_user(reduce)
     raise ValueError(
         f"reduce is {reduce!r}; expected {', '.join(map(repr, REDUCERS))} or "
@@ -100,53 +97,58 @@ def read_reduce(reduce: Any) -> ChunkReducer:
 
 
 def reduced(
-    seen: Iterable[Chunk],
+    seen: Iterable[chunks.Chunk],
     reducer: ChunkReducer,
-    transform: Transform | Clip,
-    params: Tree,
+    transform: scaling.Transform | scaling.Clip,
+    params: trees.Tree,
     at_least: torch.dtype,
 ) -> tuple[Any, Tensor]:
     """What the gradients of all samples come to before the end, and their weight."""
     sums = None
-    weight = torch.zeros((), dtype=torch.float64, device=tree_leaves(params)[0].device)
+    weight = torch.zeros((), dtype=torch.float64, device=trees.tree_leaves(params)[0].device)
     for chunk in seen:
         if sums is None:  # only now is it known how many numbers the loss has
-            given = need_leaves(chunk.grads)
+            given = chunks.need_leaves(chunk.grads)
             like = [
-                x.right.new_zeros(x.shape) if isinstance(x, Outer) else torch.zeros_like(x[0])
+                x.right.new_zeros(x.shape)
+                if isinstance(x, outer_products.Outer)
+                else torch.zeros_like(x[0])
                 for x in given
             ]
-            sums = reducer.init(unflatten(chunk.spec, like), at_least)
+            sums = reducer.init(trees.unflatten(chunk.spec, like), at_least)
             del given, like
         weight = weight + weights(chunk).sum()
         sums = reducer.add(sums, chunk)
     if sums is None:
-        sums = reducer.init(like_transformed(transform, params), at_least)
+        sums = reducer.init(chunks.like_transformed(transform, params), at_least)
     return sums, weight
 
 
-def weights(chunk: Chunk) -> Tensor:
+def weights(chunk: chunks.Chunk) -> Tensor:
     """The weight of each sample: 1, or what ``Weighted`` says."""
     if isinstance(chunk.weight, Tensor):
         return chunk.weight
     return chunk.value.new_ones(len(chunk.value), dtype=torch.float64)
 
 
-def terms(chunk: Chunk) -> list[Tensor]:
+def terms(chunk: chunks.Chunk) -> list[Tensor]:
     """What each sample adds to a sum, all written out; the chunk is used up."""
-    each = (written_out(x) if isinstance(x, Outer) else x for x in _leaf_by_leaf(chunk))
+    each = (
+        outer_products.written_out(x) if isinstance(x, outer_products.Outer) else x
+        for x in _leaf_by_leaf(chunk)
+    )
     if isinstance(chunk.factor, tuple):
         return list(each)
     pairs = zip(each, _factors(chunk), strict=True)
-    return [x * as_scalar_of(x, _broadcast(factor, x)) for x, factor in pairs]
+    return [x * trees.as_scalar_of(x, _broadcast(factor, x)) for x, factor in pairs]
 
 
-def squares_of(chunk: Chunk) -> Tensor:
+def squares_of(chunk: chunks.Chunk) -> Tensor:
     """The sum of |term|² / weight for each leaf, and last how many samples had any weight."""
     weight = weights(chunk)
     sums: list[Tensor] = []
     for x, factor in zip(chunk.grads, _factors(chunk), strict=True):
-        norms = norms_of(x).to(weight.device).double() * factor.double()
+        norms = outer_products.norms_of(x).to(weight.device).double() * factor.double()
         sums.append(quotient(norms**2, weight).sum())
     return torch.stack([*sums, (weight != 0).double().sum()])
 
@@ -154,41 +156,43 @@ def squares_of(chunk: Chunk) -> Tensor:
 # The reducers --------------------------------------------------------------------------
 
 
-def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
+def _add_to_sums(sums: trees.Tree, chunk: chunks.Chunk) -> trees.Tree:
     _check_kind(sums, moments=False)
     _check_fits(sums, chunk)
-    columns = zip(tree_leaves(sums), _leaf_by_leaf(chunk), _factors(chunk), strict=True)
-    return unflatten(chunk.spec, [_plus_rows(total, x, factor) for total, x, factor in columns])
+    columns = zip(trees.tree_leaves(sums), _leaf_by_leaf(chunk), _factors(chunk), strict=True)
+    return trees.unflatten(
+        chunk.spec, [_plus_rows(total, x, factor) for total, x, factor in columns]
+    )
 
 
-def _no_moments(like: Tree, dtype: torch.dtype) -> MomentSums:
-    first = zeros(like, dtype)
-    second = tree_map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
-    none = torch.zeros((), dtype=torch.float64, device=tree_leaves(like)[0].device)
+def _no_moments(like: trees.Tree, dtype: torch.dtype) -> MomentSums:
+    first = trees.zeros(like, dtype)
+    second = trees.tree_map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
+    none = torch.zeros((), dtype=torch.float64, device=trees.tree_leaves(like)[0].device)
     return MomentSums(first, second, none)
 
 
-def _add_to_moments(state: Any, chunk: Chunk) -> MomentSums:
+def _add_to_moments(state: Any, chunk: chunks.Chunk) -> MomentSums:
     _check_kind(state, moments=True)
     first, second, samples = state
     _check_fits(first, chunk)
     weight = weights(chunk)
     ones: list[Tensor] = []
     twos: list[Tensor] = []
-    leaves = tree_leaves(first), tree_leaves(second)
+    leaves = trees.tree_leaves(first), trees.tree_leaves(second)
     for one, two, x, factor in zip(*leaves, _leaf_by_leaf(chunk), _factors(chunk), strict=True):
         factor = factor.double()
         power = quotient(factor * factor, weight)
-        x = written_out(x) if isinstance(x, Outer) else x
+        x = outer_products.written_out(x) if isinstance(x, outer_products.Outer) else x
         ones.append(_plus_rows(one, x, factor))
         twos.append(_plus_rows(two, _power(x.to(one.dtype)), power))
     count = samples + (weight != 0).sum()
-    return MomentSums(unflatten(chunk.spec, ones), unflatten(chunk.spec, twos), count)
+    return MomentSums(trees.unflatten(chunk.spec, ones), trees.unflatten(chunk.spec, twos), count)
 
 
-def _of_user(reducer: Reducer) -> ChunkReducer:
-    def add(state: Any, chunk: Chunk) -> Any:
-        return reducer.update(state, unflatten(chunk.spec, terms(chunk)), weights(chunk))
+def _of_user(reducer: reductions.Reducer) -> ChunkReducer:
+    def add(state: Any, chunk: chunks.Chunk) -> Any:
+        return reducer.update(state, trees.unflatten(chunk.spec, terms(chunk)), weights(chunk))
 
     def finalize(state: Any, _: Tensor) -> Any:
         return reducer.finalize(state)
@@ -196,25 +200,25 @@ def _of_user(reducer: Reducer) -> ChunkReducer:
     return ChunkReducer(lambda like, _: reducer.init(like), add, reducer.merge, finalize)
 
 
-def _merged(a: Tree, b: Tree, moments: bool) -> Tree:
+def _merged(a: trees.Tree, b: trees.Tree, moments: bool) -> trees.Tree:
     _check_kind(a, moments)
     names = "the second state's grads", "the first state's grads"
-    check_fits(*flatten(b), *flatten(a), names)
+    checks.check_fits(*trees.flatten(b), *trees.flatten(a), names)
     return add(a, b)
 
 
 _merge_sums, _merge_moments = partial(_merged, moments=False), partial(_merged, moments=True)
 
 
-def _finish_sums(sums: Tree, _: Tensor) -> Tree:
+def _finish_sums(sums: trees.Tree, _: Tensor) -> trees.Tree:
     _check_kind(sums, moments=False)
-    return tree_map(torch.clone, sums)
+    return trees.tree_map(torch.clone, sums)
 
 
-def _finish_mean(sums: Tree, weight: Tensor) -> Tree:
+def _finish_mean(sums: trees.Tree, weight: Tensor) -> trees.Tree:
     _check_kind(sums, moments=False)
-    leaves, spec = flatten(sums)
-    return unflatten(spec, divided(leaves, divisor(weight), own=False))
+    leaves, spec = trees.flatten(sums)
+    return trees.unflatten(spec, divided(leaves, losses.divisor(weight), own=False))
 
 
 def _finish_moments(state: MomentSums, weight: Tensor) -> Moments:
@@ -224,8 +228,8 @@ def _finish_moments(state: MomentSums, weight: Tensor) -> Moments:
 
 
 REDUCERS = {
-    "sum": ChunkReducer(zeros, _add_to_sums, _merge_sums, _finish_sums),
-    "mean": ChunkReducer(zeros, _add_to_sums, _merge_sums, _finish_mean),
+    "sum": ChunkReducer(trees.zeros, _add_to_sums, _merge_sums, _finish_sums),
+    "mean": ChunkReducer(trees.zeros, _add_to_sums, _merge_sums, _finish_mean),
     "moments": ChunkReducer(_no_moments, _add_to_moments, _merge_moments, _finish_moments),
 }
 
@@ -242,29 +246,29 @@ def _check_kind(state: Any, moments: bool) -> None:
         )
 
 
-def _check_fits(sums: Tree, chunk: Chunk) -> None:
-    leaves, spec = flatten(sums)
-    shapes = [x.shape if isinstance(x, Outer) else x.shape[1:] for x in chunk.grads]
+def _check_fits(sums: trees.Tree, chunk: chunks.Chunk) -> None:
+    leaves, spec = trees.flatten(sums)
+    shapes = [x.shape if isinstance(x, outer_products.Outer) else x.shape[1:] for x in chunk.grads]
     if spec != chunk.spec or shapes != [x.shape for x in leaves]:
         one = [chunk.value.new_zeros(()).expand(shape) for shape in shapes]
         names = "state.grads", "a sample's gradient"
-        check_fits(leaves, spec, one, chunk.spec, names)
+        checks.check_fits(leaves, spec, one, chunk.spec, names)
 
 
-def _leaf_by_leaf(chunk: Chunk) -> Any:
+def _leaf_by_leaf(chunk: chunks.Chunk) -> Any:
     """The gradients, zero for samples that are not kept; each is dropped before the next one."""
     none = chunk.value.new_empty(0)
     for i, x in enumerate(chunk.grads):
         chunk.grads[i] = none
         if isinstance(chunk.keep, Tensor):
-            if isinstance(x, Outer):
-                x = only_kept(x, chunk.keep)
+            if isinstance(x, outer_products.Outer):
+                x = outer_products.only_kept(x, chunk.keep)
             else:
                 x = torch.where(_broadcast(chunk.keep.to(x.device), x), x, 0.0)
         yield x
 
 
-def _factors(chunk: Chunk) -> Sequence[Tensor]:
+def _factors(chunk: chunks.Chunk) -> Sequence[Tensor]:
     """By what each leaf of the gradients is multiplied: one number per sample."""
     factor = chunk.factor
     if isinstance(factor, tuple):
@@ -272,13 +276,13 @@ def _factors(chunk: Chunk) -> Sequence[Tensor]:
     return factor.unbind(-1) if factor.dim() == 2 else [factor] * len(chunk.grads)
 
 
-def _plus_rows(total: Tensor, x: Tensor | Outer, factor: Tensor) -> Tensor:
+def _plus_rows(total: Tensor, x: Tensor | outer_products.Outer, factor: Tensor) -> Tensor:
     """``total + (factor * x).sum(0)``, without another tensor as large as x."""
-    if isinstance(x, Outer):
-        return add_weighted_(total, x, factor)
+    if isinstance(x, outer_products.Outer):
+        return outer_products.add_weighted_(total, x, factor)
     rows = x.reshape(len(x), -1).to(total.dtype)
     term = torch.mv(rows.T, factor.to(total.device, total.dtype)).view(total.shape)
-    return total.add_(term) if may_write() else total + term
+    return total.add_(term) if modes.may_write() else total + term
 
 
 def _power(x: Tensor) -> Tensor:

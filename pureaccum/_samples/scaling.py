@@ -13,13 +13,17 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.trees import NAMESPACE, Tree, on_host, tree_leaves, tree_map
-from .._core.losses import counts
-from .._core.weights import quotient
-from .._optim.combinators import GradientMap
+from .._base import trees
+from .._core import losses, weights
+from .._optim import combinators
 
 
-Transform = Callable[[Tree], Tree] | GradientMap | Literal["normalize", "sign"] | None
+Transform = (
+    Callable[[trees.Tree], trees.Tree]
+    | combinators.GradientMap
+    | Literal["normalize", "sign"]
+    | None
+)
 
 
 class Clip(NamedTuple):
@@ -28,22 +32,24 @@ class Clip(NamedTuple):
     A part is all that lies below one leaf of a tree that is a prefix of params.
     """
 
-    order: Tree  # that tree, whose leaves are the numbers of the parts
+    order: trees.Tree  # that tree, whose leaves are the numbers of the parts
     scalings: list[Callable[[Tensor], Tensor]]  # by what a part of a norm is multiplied
 
 
-def parts_of(transform: Transform | Clip, params: Tree) -> list[list[int]]:
+def parts_of(transform: Transform | Clip, params: trees.Tree) -> list[list[int]]:
     """The leaves of each part that is scaled by a norm of its own: all, unless it is said."""
     if not isinstance(transform, Clip):
-        return [[*range(len(tree_leaves(params)))]]
+        return [[*range(len(trees.tree_leaves(params)))]]
 
-    def of_part(k: int, below: Tree) -> list[int]:
-        return [k] * len(tree_leaves(below))
+    def of_part(k: int, below: trees.Tree) -> list[int]:
+        return [k] * len(trees.tree_leaves(below))
 
     try:
-        of = tree_leaves(tree_map(of_part, transform.order, params))
+        of = trees.tree_leaves(trees.tree_map(of_part, transform.order, params))
     except ValueError as error:
-        first = optree.prefix_errors(transform.order, params, namespace=NAMESPACE)[0]("max_norm")
+        first = optree.prefix_errors(transform.order, params, namespace=trees.NAMESPACE)[0](
+            "max_norm"
+        )
         raise ValueError(
             "max_norm is a tree of numbers that is no prefix of params: a number in it is for all "
             "that lies below, and a tree in it has the keys that params have there. optree said: "
@@ -52,11 +58,11 @@ def parts_of(transform: Transform | Clip, params: Tree) -> list[list[int]]:
     return [[i for i, part in enumerate(of) if part == k] for k in range(len(transform.scalings))]
 
 
-def norms_as_tree(transform: Transform | Clip, norms: list[Tensor]) -> Tree:
+def norms_as_tree(transform: Transform | Clip, norms: list[Tensor]) -> trees.Tree:
     """The norms of parts as a user has them: one, or a tree like the prefix."""
     if not isinstance(transform, Clip):
         return norms[0]
-    return tree_map(lambda k: norms[k], transform.order)
+    return trees.tree_map(lambda k: norms[k], transform.order)
 
 
 def scaled_and_kept(
@@ -67,7 +73,7 @@ def scaled_and_kept(
     parts: list[list[int]],
 ) -> tuple[Tensor | tuple[()], Tensor | tuple[()]]:
     """By what the gradients of samples are multiplied, and which of them are kept."""
-    keep = counts(value, weight) if isinstance(weight, Tensor) else None
+    keep = losses.counts(value, weight) if isinstance(weight, Tensor) else None
     if isinstance(transform, Clip):
         for norm in norms:
             finite = ((norm - norm) == 0).to(value.device)
@@ -80,7 +86,7 @@ def scaled_and_kept(
     else:
         of = {i: factors[k].to(value.device) for k, part in enumerate(parts) for i in part}
         factor = torch.stack([of[i] for i in range(len(of))], -1)
-    if keep is None or on_host(keep.all())[0] is True:
+    if keep is None or trees.on_host(keep.all())[0] is True:
         return factor, ()
     if isinstance(factor, Tensor):  # NaN where the gradient is NaN
         at = keep.to(factor.device)
@@ -91,8 +97,8 @@ def scaled_and_kept(
 def scalings_of(transform: Transform | Clip) -> list[Callable[[Tensor], Tensor]]:
     """What each part is multiplied by, as a function of its norm, if a transform is no more."""
     if transform == "normalize":
-        return [lambda norm: quotient(1.0, torch.where(norm > 0, norm, 0.0))]
+        return [lambda norm: weights.quotient(1.0, torch.where(norm > 0, norm, 0.0))]
     if isinstance(transform, Clip):
         return transform.scalings
-    factor = transform.factor if isinstance(transform, GradientMap) else None
+    factor = transform.factor if isinstance(transform, combinators.GradientMap) else None
     return [] if factor is None else [factor]

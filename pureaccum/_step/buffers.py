@@ -29,9 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base.checks import check_choice, check_fits, here, read_tensors
-from .._base.states import loadable
-from .._base.trees import Tree, flatten, paths, unflatten
+from .._base import checks, states, trees
 
 
 Threading = Literal["freeze", "sequential", "pooled"]
@@ -40,7 +38,7 @@ Threading = Literal["freeze", "sequential", "pooled"]
 # What batch norm saw, layer by layer, as moments that can be merged --------------------------
 
 
-@loadable
+@states.loadable
 class LayerMoments(NamedTuple):
     """What batch norm saw so far: one float64 number per channel, all its layers end to end.
 
@@ -130,7 +128,7 @@ def merged_moments(a: LayerMoments, b: LayerMoments) -> LayerMoments:
 # How buffers go through -------------------------------------------------------------------------
 
 
-@loadable
+@states.loadable
 class Carried(NamedTuple):
     """What one microbatch hands to the next, all of it tensors.
 
@@ -140,39 +138,39 @@ class Carried(NamedTuple):
             them, if there are any; otherwise ``()``.
     """
 
-    values: Tree
+    values: trees.Tree
     moments: LayerMoments | tuple[()]
 
 
 def check_policy(policy: Threading | None) -> None:
     """Check that a policy is one of the three, or None for no buffers."""
     if policy is not None:
-        check_choice(policy, get_args(Threading), "buffers")
+        checks.check_choice(policy, get_args(Threading), "buffers")
 
 
-def begin_buffers(policy: Threading | None, buffers: Tree) -> Any:
+def begin_buffers(policy: Threading | None, buffers: trees.Tree) -> Any:
     """What the first microbatch is given: ``Carried``, or ``()`` where none are configured."""
     if policy is None:
         return ()
-    leaves, spec = read_tensors(buffers, "buffers", _CAUSE)
+    leaves, spec = checks.read_tensors(buffers, "buffers", _CAUSE)
     found = batch_norm_buffers(leaves, spec) if policy == "pooled" else []
     return Carried(buffers, layer_moments([None] * len(found), [leaves[at.mean] for at in found]))
 
 
 def collect_buffers(
-    policy: Threading, seen: list[BatchNormCall], new_buffers: Tree, buffers: Tree
+    policy: Threading, seen: list[BatchNormCall], new_buffers: trees.Tree, buffers: trees.Tree
 ) -> Carried:
     """What one microbatch makes of buffers: from those that its loss got, and those it returned.
 
     This is called at the transform level of the loss.
     """
-    given, given_spec = flatten(buffers)
-    leaves, spec = read_tensors(new_buffers, "new_buffers", _CAUSE)
-    check_fits(leaves, spec, given, given_spec, ("new_buffers", "buffers"), _CAUSE)
+    given, given_spec = trees.flatten(buffers)
+    leaves, spec = checks.read_tensors(new_buffers, "new_buffers", _CAUSE)
+    checks.check_fits(leaves, spec, given, given_spec, ("new_buffers", "buffers"), _CAUSE)
     for i, (leaf, other) in enumerate(zip(leaves, given, strict=True)):
         if leaf.dtype != other.dtype:
             raise ValueError(
-                f"{paths(spec, 'new_buffers')[i]} is {leaf.dtype}; buffers has {other.dtype} "
+                f"{trees.paths(spec, 'new_buffers')[i]} is {leaf.dtype}; buffers has {other.dtype} "
                 f"there. {_CAUSE}"
             )
     if policy == "freeze":
@@ -180,15 +178,15 @@ def collect_buffers(
     # Clones: a checkpointed module writes to these again when the backward pass recomputes it.
     values = [leaf.clone() for leaf in leaves]
     if policy == "sequential":
-        return Carried(unflatten(spec, values), ())
+        return Carried(trees.unflatten(spec, values), ())
     calls: list[BatchNormCall | None] = []
     for at in (found := batch_norm_buffers(leaves, spec)):
         its = [call for call in seen if call.running_mean is leaves[at.mean]]
         if len(its) > 1:
             raise ValueError(
-                f"{paths(spec, 'new_buffers')[at.mean]} was to be updated by {len(its)} calls of "
-                "batch norm in one microbatch, and one update from all of them is not defined. "
-                "Use buffers='sequential' for a layer that is called more than once."
+                f"{trees.paths(spec, 'new_buffers')[at.mean]} was to be updated by {len(its)} "
+                "calls of batch norm in one microbatch, and one update from all of them is not "
+                "defined. Use buffers='sequential' for a layer that is called more than once."
             )
         calls.append(its[0] if its else None)
         if its and at.tracked is not None:
@@ -199,7 +197,9 @@ def collect_buffers(
             "Call each module once in a microbatch, through functional(module).apply, and return "
             "the new_buffers that it returned as they are, 'running_mean' beside 'running_var'."
         )
-    return Carried(unflatten(spec, values), layer_moments(calls, [leaves[at.mean] for at in found]))
+    return Carried(
+        trees.unflatten(spec, values), layer_moments(calls, [leaves[at.mean] for at in found])
+    )
 
 
 def advance_buffers(
@@ -223,12 +223,12 @@ def advance_buffers(
     if keep is None:
         return new
     kept = carried._replace(values=new.values) if reached else carried
-    (leaves, spec), (old, _) = flatten(new), flatten(kept)
+    (leaves, spec), (old, _) = trees.flatten(new), trees.flatten(kept)
     chosen = [torch.where(keep.to(x.device), x, y) for x, y in zip(leaves, old, strict=True)]
-    return unflatten(spec, chosen)
+    return trees.unflatten(spec, chosen)
 
 
-def finish_buffers(carried: Carried) -> Tree:
+def finish_buffers(carried: Carried) -> trees.Tree:
     """The new buffers, after the last microbatch.
 
     A layer that was called by no microbatch, or by none that counts, keeps what it has.
@@ -236,7 +236,7 @@ def finish_buffers(carried: Carried) -> Tree:
     moments = carried.moments
     if not moments:
         return carried.values
-    leaves, spec = flatten(carried.values)
+    leaves, spec = trees.flatten(carried.values)
     found = batch_norm_buffers(leaves, spec)
     sizes = [leaves[at.mean].numel() for at in found]
     called, var = moments.elements > 0, moments.squares / (moments.elements - 1)
@@ -249,7 +249,7 @@ def finish_buffers(carried: Carried) -> Tree:
     for at, flags in zip(found, called.split(sizes), strict=True):
         if at.tracked is not None:
             leaves[at.tracked] = leaves[at.tracked] + flags.any().to(leaves[at.tracked].device)
-    return unflatten(spec, leaves)
+    return trees.unflatten(spec, leaves)
 
 
 # Batch norm, watched --------------------------------------------------------------------
@@ -289,7 +289,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        observed = here.observed is not None  # what is called there is called again
+        observed = checks.here.observed is not None  # what is called there is called again
         if observed or (func is not F.batch_norm and func is not torch.batch_norm):
             return func(*args, **(kwargs or {}))
         call = dict(zip(_SIGNATURES[func], args, strict=False)) | (kwargs or {})

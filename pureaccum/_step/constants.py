@@ -12,10 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._base.refusals import CompileError
-from .._base.trees import paths
-from .._core.seams import Rule
-from .._core.writes import Given
+from .._base import refusals, trees
+from .._core import seams, writes
 
 
 MOST_VALUES = 8  # of one number; torch by itself allows as many graphs of one function
@@ -41,13 +39,13 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
 
 
-def check_values(values: Values, *given: Given) -> None:
+def check_values(values: Values, *given: writes.Given) -> None:
     """Note the value of each number, or raise where one has had too many."""
     new: list[tuple[dict[Any, Any], Any]] = []
     for root, leaves, spec in given:
-        for name, x in zip(paths(spec, root), leaves, strict=True):
+        for name, x in zip(trees.paths(spec, root), leaves, strict=True):
             if not isinstance(x, Tensor) and hasattr(x, "__array__"):
-                raise CompileError(
+                raise refusals.CompileError(
                     f"{name} is a {type(x).__module__}.{type(x).__name__}, and a compiler computes "
                     "with it as with a tensor: hand over float(x) or int(x), which is a constant, "
                     "or torch.as_tensor(x)."
@@ -55,7 +53,7 @@ def check_values(values: Values, *given: Given) -> None:
             if _is_number(x):
                 before = values.setdefault(name, {})
                 if len(before) >= MOST_VALUES and _constant_of(x) not in before:
-                    raise CompileError(_sentence(name, x, [*before.values()]))
+                    raise refusals.CompileError(_sentence(name, x, [*before.values()]))
                 new.append((before, x))
     for before, x in new:
         before[_constant_of(x)] = x
@@ -74,7 +72,7 @@ def _sentence(name: str, x: Any, before: list[Any]) -> str:
     )
 
 
-def check_compilable(rule: Rule, settings: Any) -> None:
+def check_compilable(rule: seams.Rule, settings: Any) -> None:
     """Check that a step of this rule can compile itself, with these settings."""
     if settings is not True and not isinstance(settings, Mapping):
         raise TypeError(

@@ -20,27 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.torch_internals.compiler import compile_anew
-from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
-from .._core.batches import read_batch
-from .._core.reductions import AuxState, Stack, fold_stack, share_of, stack_of_one
-from .._core.weights import Microbatch, power_of_two
-from .microbatch_loss import caller, with_shared
-from .next_state import finished_aux, scale_of
-from .plans import Plan, size_of
-from .recipes import Arranged
-from .scan import add_together, scanned
+from .._base import trees
+from .._base.torch_internals import compiler
+from .._core import batches, reductions, weights
+from . import microbatch_loss, next_state, plans, recipes, scan, windows
 from .state import StepInfo, StepWindow, TrainState
-from .windows import applied_window, begin_window, updated_window
 
 
 Program = Callable[..., Any]
 Shared = tuple[Any, ...]  # what the loss is given beside the batch
-Seen = tuple[Tree, Any, Any]  # see seen_of
+Seen = tuple[trees.Tree, Any, Any]  # see seen_of
 NOTHING: Seen = (), (), ()
 
 
-def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
+def programs(plan: plans.Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     """``get(name, in_place, key)``, which makes each graph once for each key.
 
     Graphs with separate keys never count towards one another's limit of recompilations.
@@ -48,22 +41,22 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     plan = plan._replace(donate=False, group=None)
     made: dict[Any, Program] = {}
 
-    def whole(state: TrainState, shared: Shared, batch: Arranged) -> Any:
-        return whole_step(with_shared(plan, shared), state, batch)
+    def whole(state: TrainState, shared: Shared, batch: recipes.Arranged) -> Any:
+        return whole_step(microbatch_loss.with_shared(plan, shared), state, batch)
 
     def more(
-        window: StepWindow, state: TrainState, shared: Shared, part: Tree, unit: float | None
+        window: StepWindow, state: TrainState, shared: Shared, part: trees.Tree, unit: float | None
     ) -> Any:
-        own = with_shared(plan, shared)
-        new, entry, _ = updated_window(own, state, window, part, unit)
+        own = microbatch_loss.with_shared(plan, shared)
+        new, entry, _ = windows.updated_window(own, state, window, part, unit)
         return new, seen_of(own, entry)
 
-    def first(state: TrainState, shared: Shared, part: Tree, unit: float | None) -> Any:
+    def first(state: TrainState, shared: Shared, part: trees.Tree, unit: float | None) -> Any:
         # The compiler sees that the sums begin with zeros: nothing is filled, and nothing added.
-        return more(begin_window(plan, state), state, shared, part, unit)
+        return more(windows.begin_window(plan, state), state, shared, part, unit)
 
-    def applied(state: TrainState, window: StepWindow, unit: float, aux: Tree) -> Any:
-        return applied_window(plan, state, window, unit, aux)
+    def applied(state: TrainState, window: StepWindow, unit: float, aux: trees.Tree) -> Any:
+        return windows.applied_window(plan, state, window, unit, aux)
 
     functions = {function.__name__: function for function in (whole, first, more, applied)}
 
@@ -71,7 +64,7 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
         kind = name, in_place, key
         if (known := made.get(kind)) is None:
             function = _in_place(functions[name]) if in_place else functions[name]
-            known = compile_anew(function, cpp, settings)
+            known = compiler.compile_anew(function, cpp, settings)
             if has_cuda_graphs(settings):
                 known = _kept(known)
             made[kind] = known
@@ -80,64 +73,76 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     return get
 
 
-def whole_step(plan: Plan, state: TrainState, batch: Arranged) -> tuple[TrainState, StepInfo]:
+def whole_step(
+    plan: plans.Plan, state: TrainState, batch: recipes.Arranged
+) -> tuple[TrainState, StepInfo]:
     """A step over a batch: its microbatches as a stream."""
-    unit, aux, window = unit_of(plan), None, begin_window(plan, state)
+    unit, aux, window = unit_of(plan), None, windows.begin_window(plan, state)
     if batch.groups is None and batch.group is None and len(batch.pieces) == 1:
         # What the loss sees at once passes through untouched, and its mean weighs 1.
-        window, entry, held = updated_window(plan, state, window, batch.pieces[0], 1.0, counts=1)
-        aux = finished_aux(reduced_aux(plan, None, seen_of(plan, entry), held))
+        window, entry, held = windows.updated_window(
+            plan, state, window, batch.pieces[0], 1.0, counts=1
+        )
+        aux = next_state.finished_aux(reduced_aux(plan, None, seen_of(plan, entry), held))
         rows = 1.0 if entry.weighted else float(held or 1)
-        return applied_window(plan, state, window, 1.0, aux, rows)
-    call, scale = caller(plan, state, flatten(state.params)[1]), scale_of(plan, state)
+        return windows.applied_window(plan, state, window, 1.0, aux, rows)
+    call, scale = (
+        microbatch_loss.caller(plan, state, trees.flatten(state.params)[1]),
+        next_state.scale_of(plan, state),
+    )
 
-    def one(window: StepWindow, part: Tree) -> tuple[StepWindow, Tree]:
-        window, entry, _ = updated_window(plan, state, window, part, unit)
+    def one(window: StepWindow, part: trees.Tree) -> tuple[StepWindow, trees.Tree]:
+        window, entry, _ = windows.updated_window(plan, state, window, part, unit)
         return window, seen_of(plan, entry)
 
-    def several(window: StepWindow, group: Tree) -> tuple[StepWindow, Tree]:
+    def several(window: StepWindow, group: trees.Tree) -> tuple[StepWindow, trees.Tree]:
         how = plan.rule.reduction
-        return add_together(call, state.params, window, group, how, unit, scale), NOTHING
+        return scan.add_together(call, state.params, window, group, how, unit, scale), NOTHING
 
     if batch.groups is not None:
         more, like = several, NOTHING
         if batch.several == 1:
             # Traced to see what is kept, and because no scan enters a mode of torch's that was
             # never entered outside. The compiler drops what nobody uses.
-            part = tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch.groups)
+            part = trees.tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, batch.groups)
             more, (_, like) = one, one(window, part)
-        window, seen = scanned(more, window, batch.groups, like)
-        aux = reduced_aux(plan, aux, seen, size_of(plan) or 1, stacked=True)
+        window, seen = scan.scanned(more, window, batch.groups, like)
+        aux = reduced_aux(plan, aux, seen, plans.size_of(plan) or 1, stacked=True)
     if batch.group is not None:
         window, _ = several(window, batch.group)
     for piece in batch.pieces:
         window, seen = one(window, piece)
-        aux = reduced_aux(plan, aux, seen, read_batch(piece).rows or 0)
-    return applied_window(plan, state, window, unit, finished_aux(aux))
+        aux = reduced_aux(plan, aux, seen, batches.read_batch(piece).rows or 0)
+    return windows.applied_window(plan, state, window, unit, next_state.finished_aux(aux))
 
 
-def seen_of(plan: Plan, entry: Microbatch) -> Seen:
+def seen_of(plan: plans.Plan, entry: weights.Microbatch) -> Seen:
     """What is kept of a microbatch to reduce its aux: that, its share, and whether it is finite."""
     if not plan.calling.has_aux:
         return NOTHING
-    return entry.aux, share_of(entry), () if entry.finite is None else entry.finite
+    return entry.aux, reductions.share_of(entry), () if entry.finite is None else entry.finite
 
 
 def reduced_aux(
-    plan: Plan, aux: AuxState | None, seen: Seen, rows: int, *, stacked: bool = False
-) -> AuxState | None:
+    plan: plans.Plan,
+    aux: reductions.AuxState | None,
+    seen: Seen,
+    rows: int,
+    *,
+    stacked: bool = False,
+) -> reductions.AuxState | None:
     """What has been reduced of aux, with that of one more microbatch, or of some, stacked."""
     if not plan.calling.has_aux:
         return None
     out, share, finite = seen
     finite = finite if isinstance(finite, Tensor) else None
-    stack = (Stack if stacked else stack_of_one)(out, share, finite)
-    return fold_stack(aux, stack, rows, plan.calling.aux_reduction)
+    stack = (reductions.Stack if stacked else reductions.stack_of_one)(out, share, finite)
+    return reductions.fold_stack(aux, stack, rows, plan.calling.aux_reduction)
 
 
-def unit_of(plan: Plan) -> float:
+def unit_of(plan: plans.Plan) -> float:
     """What the sums of a batch that is looped over are still to be multiplied by."""
-    return power_of_two(size_of(plan) or 1) if plan.rule.reduction == "mean" else 1.0
+    return weights.power_of_two(plans.size_of(plan) or 1) if plan.rule.reduction == "mean" else 1.0
 
 
 def has_cuda_graphs(settings: Mapping[str, Any]) -> bool:
@@ -155,8 +160,8 @@ def _kept(program: Program) -> Program:
     return run
 
 
-def cloned(tree: Tree) -> Tree:
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+def cloned(tree: trees.Tree) -> trees.Tree:
+    return trees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
 # In place ------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ def cloned(tree: Tree) -> Tree:
 def _in_place(function: Program) -> Program:
     """A program that writes what a function makes of its first argument into that argument."""
 
-    def run(old: Tree, *rest: Any) -> tuple[list[Tensor | None], Any]:
+    def run(old: trees.Tree, *rest: Any) -> tuple[list[Tensor | None], Any]:
         new, more = function(old, *rest)
         # Clones, because aux may be a parameter or a buffer as it was before the step.
         more = cloned(more)
@@ -174,10 +179,10 @@ def _in_place(function: Program) -> Program:
     return run
 
 
-def written(old: Tree, new: Tree) -> list[Tensor | None]:
+def written(old: trees.Tree, new: trees.Tree) -> list[Tensor | None]:
     """Inside a graph, write a new tree into an old one; what cannot be written is returned."""
     left: list[Tensor | None] = []
-    for x, y in zip(tree_leaves(old), tree_leaves(new), strict=True):
+    for x, y in zip(trees.tree_leaves(old), trees.tree_leaves(new), strict=True):
         alike = x.dim() > 0 and x.shape == y.shape and x.dtype == y.dtype
         left.append(None if alike else y)
         if alike:
@@ -185,8 +190,8 @@ def written(old: Tree, new: Tree) -> list[Tensor | None]:
     return left
 
 
-def renewed(old: Flat, left: list[Tensor | None]) -> Tree:
+def renewed(old: trees.Flat, left: list[Tensor | None]) -> trees.Tree:
     """After a graph, the new tree: what was written to under new names, and what came back."""
     leaves, spec = old
     new = [x.detach() if y is None else y for x, y in zip(leaves, left, strict=True)]
-    return unflatten(spec, new)
+    return trees.unflatten(spec, new)

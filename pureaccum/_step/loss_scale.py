@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_int, check_number, check_state
-from .._base.named_leaves import tree_set
+from .._base import checks, named_leaves, states, trees
 from .._base.settings import records
-from .._base.states import loadable, with_settings
-from .._base.trees import Tree, accumulation_dtype, as_scalar_of, tree_map
 
 
-@loadable
+@states.loadable
 class LossScaleState(NamedTuple):
     """The scale and what decides its next change, all of it 0-d tensors.
 
@@ -63,7 +60,7 @@ class LossScale(NamedTuple):
 
     init: Callable[..., LossScaleState]
     scale: Callable[[LossScaleState, Tensor], Tensor]
-    unscale: Callable[[LossScaleState, Tree], Tree]
+    unscale: Callable[[LossScaleState, trees.Tree], trees.Tree]
     update: Callable[[LossScaleState, Tensor], LossScaleState]
 
 
@@ -146,7 +143,7 @@ def dynamic_loss_scale(
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
         """The next state, by whether every gradient was finite."""
-        check_state(state, LossScaleState, _OWNER)
+        checks.check_state(state, LossScaleState, _OWNER)
         scale, tracker, budget = state
         _check_flag(finite)
         due = finite & (tracker + 1 >= growth_interval)
@@ -188,7 +185,7 @@ def static_loss_scale(scale: float) -> LossScale:
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
         """The same state, in memory of its own."""
-        check_state(state, LossScaleState, _OWNER)
+        checks.check_state(state, LossScaleState, _OWNER)
         _check_flag(finite)
         # no two states may share a tensor: donating the one would take it from the other
         return LossScaleState(*(x.clone() for x in state))
@@ -205,7 +202,7 @@ _OWNER = "the loss scale"
 def _state(scale: float, hysteresis: int, device: Any, settings: Any) -> LossScaleState:
     """The first state, filled where it lives: nothing is copied from the host."""
     return LossScaleState(
-        with_settings(torch.full((), scale, dtype=torch.float32, device=device), settings),
+        states.with_settings(torch.full((), scale, dtype=torch.float32, device=device), settings),
         torch.full((), 0, dtype=torch.int32, device=device),
         torch.full((), hysteresis, dtype=torch.int32, device=device),
     )
@@ -213,27 +210,27 @@ def _state(scale: float, hysteresis: int, device: Any, settings: Any) -> LossSca
 
 def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
     """``x * scale``, in float32 at least."""
-    check_state(state, LossScaleState, _OWNER)
+    checks.check_state(state, LossScaleState, _OWNER)
     _check_tensor("x", x, "a tensor, the loss or the cotangent")
-    wide = x.to(accumulation_dtype(x.dtype))
-    return wide * as_scalar_of(wide, state.scale)
+    wide = x.to(trees.accumulation_dtype(x.dtype))
+    return wide * trees.as_scalar_of(wide, state.scale)
 
 
-def _unscaled(state: LossScaleState, tree: Tree) -> Tree:
+def _unscaled(state: LossScaleState, tree: trees.Tree) -> trees.Tree:
     """``tree / scale``, in float32 at least."""
-    check_state(state, LossScaleState, _OWNER)
+    checks.check_state(state, LossScaleState, _OWNER)
 
     def unscale(x: Tensor) -> Tensor:
         _check_tensor("a leaf of the tree", x, "a tensor, a gradient")
-        wide = x.to(accumulation_dtype(x.dtype))
+        wide = x.to(trees.accumulation_dtype(x.dtype))
         # not times the reciprocal, which is inf for a small scale: CUDA takes it where the divisor
         # is a Python number or lies on the host, and as_scalar_of brings it to the device
-        by = as_scalar_of(wide, state.scale)
+        by = trees.as_scalar_of(wide, state.scale)
         if wide.is_complex() and not wide.is_sparse:  # a complex divisor is not exact
             return torch.complex(wide.real / by, wide.imag / by)
         return wide / by
 
-    return tree_map(unscale, tree)
+    return trees.tree_map(unscale, tree)
 
 
 # Arguments ------------------------------------------------------------------------------
@@ -245,16 +242,16 @@ LARGEST_COUNT = torch.iinfo(torch.int32).max
 
 def _check_scale(name: str, value: Any) -> float:
     expected = "a positive number that float32 holds (2**-149 to 3.4e38), the dtype of the scale"
-    return check_number(value, name, expected, lambda scale: SMALLEST <= scale <= LARGEST)
+    return checks.check_number(value, name, expected, lambda scale: SMALLEST <= scale <= LARGEST)
 
 
 def _check_between(name: str, value: Any, low: float, high: float, why: str) -> float:
     expected = f"a finite number between {low} and {high}, both excluded: {why}"
-    return check_number(value, name, expected, lambda factor: low < factor < high)
+    return checks.check_number(value, name, expected, lambda factor: low < factor < high)
 
 
 def _check_count(name: str, value: Any, why: str) -> int:
-    return check_int(value, name, f"an int from 1 to 2**31 - 1: {why}", 1, LARGEST_COUNT)
+    return checks.check_int(value, name, f"an int from 1 to 2**31 - 1: {why}", 1, LARGEST_COUNT)
 
 
 def _check_tensor(name: str, value: Any, expected: str) -> None:
@@ -284,4 +281,4 @@ def scale_of_scaler(old: Any, scaler: Any) -> LossScaleState:
             "and '_growth_tracker'. That of a disabled one is empty."
         )
     tracker = int(scaler["_growth_tracker"])
-    return tree_set(old, scale=float(scaler["scale"]), growth_tracker=tracker)
+    return named_leaves.tree_set(old, scale=float(scaler["scale"]), growth_tracker=tracker)

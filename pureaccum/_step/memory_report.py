@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_state, read_params
-from .._base.random_state import generators, restore
-from .._base.torch_internals.modes import imagining
-from .._base.trees import Tree, accumulation_dtype, tree_leaves, tree_map
-from .._core.auto_size import Live, counting
+from .._base import checks, random_state, trees
+from .._base.torch_internals import modes
+from .._core import auto_size
 from .state import TrainState
 
 
@@ -89,7 +87,7 @@ class MemoryReport(NamedTuple):
 
 
 def memory_report(
-    step: Callable[..., Any], state: TrainState, batch: Tree, *shared: Any
+    step: Callable[..., Any], state: TrainState, batch: trees.Tree, *shared: Any
 ) -> MemoryReport:
     """What a step holds in memory at its peak, predicted and measured.
 
@@ -126,27 +124,27 @@ def memory_report(
     """
     if not callable(step):
         raise TypeError(f"step is a {type(step).__name__}; expected what make_step returned.")
-    check_state(state, TrainState, "make_step")
-    params, _ = read_params(state.params, "state.params")
+    checks.check_state(state, TrainState, "make_step")
+    params, _ = checks.read_params(state.params, "state.params")
     if hasattr(step, "form") and step.form(state, batch, *shared) != "eager":  # pyright: ignore
         raise ValueError(
             "memory_report came with a step that compiles itself; graphs plan their own memory. "
             "Report the same step without compile."
         )
-    sums = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in params)
-    tensors = [x for x in tree_leaves((state, batch, shared)) if isinstance(x, Tensor)]
-    before = generators({x.device for x in tensors if not x.is_meta})
+    sums = sum(x.numel() * trees.accumulation_dtype(x.dtype).itemsize for x in params)
+    tensors = [x for x in trees.tree_leaves((state, batch, shared)) if isinstance(x, Tensor)]
+    before = random_state.generators({x.device for x in tensors if not x.is_meta})
     try:
-        with imagining() as (imagined, taken_for):
+        with modes.imagining() as (imagined, taken_for):
             given = state, batch, *shared
-            given = tree_map(lambda x: imagined(x) if isinstance(x, Tensor) else x, given)
+            given = trees.tree_map(lambda x: imagined(x) if isinstance(x, Tensor) else x, given)
             predicted = _memory(state, sums, *_run(step, *given, taken_for=taken_for))
         if any(x.untyped_storage().device.type == "meta" for x in tensors):
             return MemoryReport(predicted, ())
-        given = tree_map(torch.clone, state), batch, *shared
+        given = trees.tree_map(torch.clone, state), batch, *shared
         return MemoryReport(predicted, _memory(state, sums, *_run(step, *given)))
     finally:
-        restore(before)
+        random_state.restore(before)
 
 
 def _run(
@@ -154,11 +152,11 @@ def _run(
     state: TrainState,
     *given: Any,
     taken_for: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Live, int]:
+) -> tuple[auto_size.Live, int]:
     """The bytes that were alive as backward passes began, and at the peak."""
     device = state.samples.device
     on_cuda = device.type == "cuda" and type(state.samples) is Tensor
-    with counting(device=device, taken_for=taken_for) as live:
+    with auto_size.counting(device=device, taken_for=taken_for) as live:
         if not on_cuda:
             step(state, *given)
             return live, live.peak
@@ -168,7 +166,7 @@ def _run(
         return live, torch.cuda.max_memory_allocated(device) - start
 
 
-def _memory(state: TrainState, sums: int, live: Live, peak: int) -> Memory:
+def _memory(state: TrainState, sums: int, live: auto_size.Live, peak: int) -> Memory:
     # The sums begin with the gradient of the first microbatch.
     activations = max(live.before_first, live.before_backward - sums)
     return Memory(
@@ -181,5 +179,5 @@ def _memory(state: TrainState, sums: int, live: Live, peak: int) -> Memory:
     )
 
 
-def _bytes(tree: Tree) -> int:
-    return sum(x.nbytes for x in tree_leaves(tree) if isinstance(x, Tensor))
+def _bytes(tree: trees.Tree) -> int:
+    return sum(x.nbytes for x in trees.tree_leaves(tree) if isinstance(x, Tensor))

@@ -11,28 +11,21 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.containers import open_tree
-from .._base.dtensors import any_sharded, is_sharded
-from .._base.sharded_rows import numbers_of_rows, rows_like
-from .._base.trees import Tree, flatten, unflatten
-from .._core.batches import Batch, need_rows
-from .._core.coupling import LossOfPart
-from .._core.losses import advise_on_arguments, advising, is_pair
-from .._core.weights import Microbatch
-from .._core.writes import Given
-from .._pure.keys import fold_in
+from .._base import containers, dtensors, sharded_rows, trees
+from .._core import batches, coupling, losses, weights, writes
+from .._pure import keys
+from . import plans
 from .buffers import advance_buffers, collect_buffers, watching
-from .plans import Plan
 from .state import TrainState
 
 
 def caller(
-    plan: Plan,
+    plan: plans.Plan,
     state: TrainState,
     spec: optree.PyTreeSpec,
     first: Tensor | None = None,
     total: int | None = None,
-) -> LossOfPart:
+) -> coupling.LossOfPart:
     """The loss of one microbatch of this step; ``LossOfPart`` says what it is given.
 
     The first row of the step has the number ``first``, or that of the next one of the run. A batch
@@ -46,31 +39,32 @@ def caller(
         and (calling.policy is None or not calling.has_aux)
     ):
 
-        def plainly(leaves: list[Tensor], part: Tree, rows: int, carried: Any) -> Any:
-            params = unflatten(spec, leaves)
+        def plainly(leaves: list[Tensor], part: trees.Tree, rows: int, carried: Any) -> Any:
+            params = trees.unflatten(spec, leaves)
             try:
                 return loss_fn(params, part, *shared)
             except Exception as error:
-                advise_on_arguments(error, (params, part, *shared), {})
+                losses.advise_on_arguments(error, (params, part, *shared), {})
                 raise
 
         return plainly
-    loss_fn = advising(loss_fn, 1)
-    attempt = fold_in(state.key, state.attempts) if calling.keys else None
+    loss_fn = losses.advising(loss_fn, 1)
+    attempt = keys.fold_in(state.key, state.attempts) if calling.keys else None
     first = state.samples if first is None else first
 
-    def call(leaves: list[Tensor], part: Tree, rows: int, carried: tuple[Any, Any]) -> Any:
+    def call(leaves: list[Tensor], part: trees.Tree, rows: int, carried: tuple[Any, Any]) -> Any:
         buffers, before = carried
         named: dict[str, Any] = {}
         if calling.buffers:
             named["buffers"] = buffers.values
         if attempt is not None:
             named["keys"] = keys_of(part, attempt, first, before, rows, total)
-        params = unflatten(spec, leaves)
+        params = trees.unflatten(spec, leaves)
         collected: Any = ()
         if calling.buffers is None:
             out = loss_fn(params, part, *shared, **named)
-            if not calling.has_aux or not is_pair(out):  # the engine says what is wrong with it
+            # the engine says what is wrong with it
+            if not calling.has_aux or not losses.is_pair(out):
                 return out
             loss, aux = out
         else:
@@ -86,45 +80,47 @@ def caller(
 
 
 def keys_of(
-    part: Tree, attempt: Tensor, first: Tensor, before: Any, rows: int, total: int | None
+    part: trees.Tree, attempt: Tensor, first: Tensor, before: Any, rows: int, total: int | None
 ) -> Tensor:
     """A key for each row of a microbatch; of DTensors, each rank makes those of its own rows."""
-    leaves = flatten(part)[0]
-    if not any_sharded(leaves):
+    leaves = trees.flatten(part)[0]
+    if not dtensors.any_sharded(leaves):
         index = torch.arange(rows, dtype=torch.int64, device=first.device)
-        return fold_in(attempt, first + before + index)
-    x = next(x for x in leaves if is_sharded(x))
-    return rows_like(fold_in(attempt, first + numbers_of_rows(x, before, total)), x)
+        return keys.fold_in(attempt, first + before + index)
+    x = next(x for x in leaves if dtensors.is_sharded(x))
+    return sharded_rows.rows_like(
+        keys.fold_in(attempt, first + sharded_rows.numbers_of_rows(x, before, total)), x
+    )
 
 
-def sharing(plan: Plan, shared: tuple[Any, ...]) -> Plan:
+def sharing(plan: plans.Plan, shared: tuple[Any, ...]) -> plans.Plan:
     """The plan of one call, in which the loss is given more than the batch."""
     if not shared:
         return plan
-    leaves, spec = open_tree(shared)
-    return with_shared(plan, unflatten(spec, leaves))
+    leaves, spec = containers.open_tree(shared)
+    return with_shared(plan, trees.unflatten(spec, leaves))
 
 
-def with_shared(plan: Plan, shared: tuple[Any, ...]) -> Plan:
+def with_shared(plan: plans.Plan, shared: tuple[Any, ...]) -> plans.Plan:
     """The plan of a call that gives the loss these, which are trees of tensors."""
     return plan._replace(calling=plan.calling._replace(shared=shared))
 
 
-def what_is_shared(plan: Plan) -> tuple[Given, ...]:
+def what_is_shared(plan: plans.Plan) -> tuple[writes.Given, ...]:
     """What the loss is given beside the batch, by name; in a graph, where nobody asks, nothing."""
     told = plan.calling.shared and not torch.compiler.is_dynamo_compiling()
-    return (Given("shared", *flatten(plan.calling.shared)),) if told else ()
+    return (writes.Given("shared", *trees.flatten(plan.calling.shared)),) if told else ()
 
 
-def check_keys(plan: Plan, batch: Batch) -> None:
+def check_keys(plan: plans.Plan, batch: batches.Batch) -> None:
     """Check that the rows of a batch can be given keys, if they are to be."""
     if plan.calling.keys:
-        need_rows(batch)
+        batches.need_rows(batch)
 
 
-def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:
+def _three(out: Any, has_aux: bool) -> tuple[Any, trees.Tree, Any]:
     """The loss, the new buffers and the aux in what a loss with buffers returned."""
-    if not is_pair(out) or (has_aux and not is_pair(out[1])):
+    if not losses.is_pair(out) or (has_aux and not losses.is_pair(out[1])):
         wanted = "(loss, (new_buffers, aux))" if has_aux else "(loss, new_buffers)"
         raise TypeError(
             f"the loss returned a {type(out).__name__}; with buffers configured and "
@@ -134,8 +130,8 @@ def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:
 
 
 def onwards(
-    plan: Plan, carried: tuple[Any, Any], entry: Microbatch, rows: int
-) -> tuple[tuple[Any, Any], Microbatch]:
+    plan: plans.Plan, carried: tuple[Any, Any], entry: weights.Microbatch, rows: int
+) -> tuple[tuple[Any, Any], weights.Microbatch]:
     """What the next microbatch is given, and the microbatch with its own aux alone.
 
     One that weighs nothing leaves the buffers as they were, but for those that may be of all ranks.

@@ -13,32 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import Layouts, closed, norms_of_parts, opened, resolved
-from .._base.states import mark
-from .._base.torch_internals.modes import may_add_in_place, may_write
-from .._base.trees import (
-    Tree,
-    all_finite_of,
-    apart,
-    is_finite,
-    known,
-    moved,
-    norm,
-    norm_of_all,
-    on_host,
-    scalar,
-    seen_finite,
-    tree_leaves,
-    where,
-)
-from .._core.ledger import AccumState
-from .._core.losses import divisor, mean_value
-from .._core.reductions import AuxState, finish_aux
-from .._core.weights import divided
-from .._optim.updates import Ready
-from .._samples.noise_scale import BatchNoise, noise_of
+from .._base import dtensors, states, trees
+from .._base.torch_internals import modes
+from .._base.trees import norm
+from .._core import ledger, losses, reductions, weights
+from .._optim import updates
+from .._samples import noise_scale
+from . import plans
 from .buffers import finish_buffers
-from .plans import Plan
 from .state import StepInfo, TrainState
 
 
@@ -54,9 +36,9 @@ class Summed(NamedTuple):
         own: Whether the gradients may be changed in place.
     """
 
-    accum: AccumState
+    accum: ledger.AccumState
     carried: tuple[Any, Any]
-    aux: Tree = ()
+    aux: trees.Tree = ()
     unit: float | Tensor = 1.0
     rows: float = 1.0
     own: bool = True
@@ -78,7 +60,7 @@ class Means(NamedTuple):
     """
 
     parts: list[Tensor]
-    layouts: Layouts | None
+    layouts: dtensors.Layouts | None
     norm: Tensor
     loss: Any
     weight: Any
@@ -100,22 +82,22 @@ class Verdict(NamedTuple):
 
 
 def finished(
-    plan: Plan, state: TrainState, ready: Ready, summed: Summed
+    plan: plans.Plan, state: TrainState, ready: updates.Ready, summed: Summed
 ) -> tuple[TrainState, StepInfo]:
     """The next state and what happened, from sums."""
     means = mean_gradients(plan, state, summed)
     verdict = judgement(means, ready, state.samples.device)
     info = info_of(plan, state, summed, means, verdict)
-    donate = plan.donate and may_write()
+    donate = plan.donate and modes.may_write()
     if donate and plan.calling.has_aux:
-        info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
+        info = info._replace(aux=trees.apart(info.aux, (state.params, state.buffers)))
     return next_state(plan, state, ready, summed, means, verdict), info
 
 
-def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
+def mean_gradients(plan: plans.Plan, state: TrainState, summed: Summed) -> Means:
     """Sums, divided once by their true weight, and by the scale of the loss."""
     accum, unit = summed.accum, summed.unit
-    total, weight, count, skipped, nonfinite, weighted = on_host(
+    total, weight, count, skipped, nonfinite, weighted = trees.on_host(
         accum.total,
         accum.weight,
         accum.microbatches,
@@ -124,18 +106,18 @@ def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
         accum.weighted,
     )
     plain = plan.rule.reduction == "sum" and weighted == 0
-    by = divisor(weight, plain)
+    by = losses.divisor(weight, plain)
     scale = scale_of(plan, state)
     scales = [] if scale is None else [scale]
     by_unit = by / unit if isinstance(unit, Tensor) or unit != 1.0 else by
-    parts, layouts = opened(resolved(accum.grads))
-    own = summed.own and may_add_in_place()
-    parts = divided(parts, by_unit, *scales, own=own, same=own or not may_write())
-    length = norm_of_all(parts, layouts)
+    parts, layouts = dtensors.opened(dtensors.resolved(accum.grads))
+    own = summed.own and modes.may_add_in_place()
+    parts = weights.divided(parts, by_unit, *scales, own=own, same=own or not modes.may_write())
+    length = trees.norm_of_all(parts, layouts)
     # A norm that is finite is that of finite numbers; it may overflow where these do not.
-    sound: Any = seen_finite(total, length)
+    sound: Any = trees.seen_finite(total, length)
     if not sound:
-        sound = all_finite_of(parts, layouts, own) & is_finite(total)
+        sound = trees.all_finite_of(parts, layouts, own) & trees.is_finite(total)
     any_weight = weight != 0
     if plain is not False:
         any_weight = any_weight | (plain & (count > skipped))
@@ -143,7 +125,7 @@ def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
         parts=parts,
         layouts=layouts,
         norm=length,
-        loss=mean_value(total, by),
+        loss=losses.mean_value(total, by),
         weight=weight * summed.rows,
         any_weight=any_weight,
         sound=sound,
@@ -152,29 +134,29 @@ def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
     )
 
 
-def judgement(means: Means, ready: Ready, device: torch.device) -> Verdict:
+def judgement(means: Means, ready: updates.Ready, device: torch.device) -> Verdict:
     """A step is applied if all is finite, it had any weight, and its rate can be used."""
     worth, rate_is_sound = means.sound & means.any_weight, ready.sound
     if isinstance(rate_is_sound, Tensor):
-        worth = worth & moved(rate_is_sound, device)
+        worth = worth & trees.moved(rate_is_sound, device)
     elif not rate_is_sound:
         worth = False
-    told = known(worth) if isinstance(worth, Tensor) else worth
-    return Verdict(scalar(worth, torch.bool, device), worth if told is None else told)
+    told = trees.known(worth) if isinstance(worth, Tensor) else worth
+    return Verdict(trees.scalar(worth, torch.bool, device), worth if told is None else told)
 
 
 def info_of(
-    plan: Plan, state: TrainState, summed: Summed, means: Means, verdict: Verdict
+    plan: plans.Plan, state: TrainState, summed: Summed, means: Means, verdict: Verdict
 ) -> StepInfo:
     """What happened, in tensors of its own."""
     device, accum = state.samples.device, summed.accum
-    scale, weight = means.scale, scalar(means.weight, torch.float64, device)
+    scale, weight = means.scale, trees.scalar(means.weight, torch.float64, device)
     return StepInfo(
-        loss=scalar(means.loss, torch.float64, device),
+        loss=trees.scalar(means.loss, torch.float64, device),
         grad_norm=means.norm,
         weight=weight,
-        microbatches=scalar(accum.microbatches, torch.int64, device),
-        skipped=scalar(accum.skipped, torch.int64, device),
+        microbatches=trees.scalar(accum.microbatches, torch.int64, device),
+        skipped=trees.scalar(accum.skipped, torch.int64, device),
         applied=verdict.applied,
         scale=torch.ones_like(means.norm) if scale is None else scale.clone(),
         aux=summed.aux,
@@ -183,47 +165,52 @@ def info_of(
 
 
 def next_state(
-    plan: Plan, state: TrainState, ready: Ready, summed: Summed, means: Means, verdict: Verdict
+    plan: plans.Plan,
+    state: TrainState,
+    ready: updates.Ready,
+    summed: Summed,
+    means: Means,
+    verdict: Verdict,
 ) -> TrainState:
     """The state after a step, or the old one with one attempt more."""
     applied, device = verdict.applied, state.samples.device
-    donate = plan.donate and may_write()
+    donate = plan.donate and modes.may_write()
     buffers, scaling = state.buffers, state.loss_scale
     if plan.calling.buffers is not None:
-        buffers = where(applied, finish_buffers(summed.carried[0]), buffers)
+        buffers = trees.where(applied, finish_buffers(summed.carried[0]), buffers)
     if plan.loss_scale is not None:
-        finite = scalar(means.sound & (means.nonfinite == 0), torch.bool, device)
+        finite = trees.scalar(means.sound & (means.nonfinite == 0), torch.bool, device)
         learned = plan.loss_scale.update(scaling, finite)
         # a window in which nothing was seen says nothing about the scale
-        scaling = where(means.any_weight | ~finite, learned, scaling)
+        scaling = trees.where(means.any_weight | ~finite, learned, scaling)
     # Made before anything that was given up is written: memory may run out here.
     counts: Any = {"key": state.key.clone(), "attempts": state.attempts + 1}
     counts["applied"] = state.applied + applied.to(state.applied.device)
     counts["samples"] = state.samples + summed.carried[1]
-    parts = closed(means.parts, means.layouts)
+    parts = dtensors.closed(means.parts, means.layouts)
     params, opt_state = ready.apply(parts, verdict.told, donate, means.norm)
     new = TrainState(
         params=params, buffers=buffers, opt_state=opt_state, loss_scale=scaling, **counts
     )
     if donate:  # params and opt_state were given up to the optimizer
-        mark(tree_leaves(state._replace(params=(), opt_state=())))
+        states.mark(trees.tree_leaves(state._replace(params=(), opt_state=())))
     return new
 
 
-def finished_aux(aux: AuxState | None) -> Tree:
+def finished_aux(aux: reductions.AuxState | None) -> trees.Tree:
     """What aux was reduced to, if there is any."""
-    return () if aux is None else finish_aux(aux)
+    return () if aux is None else reductions.finish_aux(aux)
 
 
-def scale_of(plan: Plan, state: TrainState) -> Tensor | None:
+def scale_of(plan: plans.Plan, state: TrainState) -> Tensor | None:
     """The loss scale of a step, if it has one."""
     return None if plan.loss_scale is None else state.loss_scale.scale
 
 
-def _noise(summed: Summed, means: Means, weight: Tensor) -> BatchNoise:
+def _noise(summed: Summed, means: Means, weight: Tensor) -> noise_scale.BatchNoise:
     parts, layouts, scale, squares = means.parts, means.layouts, means.scale, summed.accum.squares
     if not isinstance(squares, Tensor):  # of no microbatch
         squares = torch.zeros(len(parts) + 1, dtype=torch.float64, device=parts[0].device)
-    norms = [norm(x) for x in parts] if layouts is None else norms_of_parts(parts, layouts)
+    norms = [norm(x) for x in parts] if layouts is None else dtensors.norms_of_parts(parts, layouts)
     by = (1.0 if scale is None else scale.double() ** 2) / summed.rows
-    return noise_of(norms, squares[:-1] / by, weight.to(squares.device), squares[-1])
+    return noise_scale.noise_of(norms, squares[:-1] / by, weight.to(squares.device), squares[-1])

@@ -7,18 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._base.checks import check_same_structure, check_state, read_params, refuse_autocast_cache
-from .._base.claims import Agreement
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Flat, Tree, flatten
-from .._core.buckets import group_of
-from .._core.history import call_with_history
-from .._core.ledger import check_belongs
-from .._core.precision import Policy
-from .._core.seams import Rule
+from .._base import checks, claims, trees
+from .._base.torch_internals import modes
+from .._core import buckets, history, ledger, precision, seams, writes
 from .._core.structures import Structures
-from .._core.writes import Known
-from .._optim.updates import Begin, Optimizer
+from .._optim import updates
 from .buffers import Threading, begin_buffers
 from .loss_scale import LossScale, LossScaleState
 from .state import StepWindow, TrainState
@@ -29,11 +22,11 @@ class Calling(NamedTuple):
 
     loss_fn: Any
     has_aux: bool
-    aux_reduction: Tree
-    policy: Policy | None
+    aux_reduction: trees.Tree
+    policy: precision.Policy | None
     buffers: Threading | None
     keys: bool
-    known: Known  # what is known of it: see writes.py
+    known: writes.Known  # what is known of it: see writes.py
     check: bool  # whether it is asked if it may be cut
     shared: tuple[Any, ...] = ()  # what a call gives it beside the batch, whole
 
@@ -42,14 +35,14 @@ class Plan(NamedTuple):
     """What a step is made of."""
 
     calling: Calling
-    optimizer: Optimizer
+    optimizer: updates.Optimizer
     size: int | list[int] | None
-    rule: Rule
+    rule: seams.Rule
     loss_scale: LossScale | None
     donate: bool
     structures: Structures  # what was decided for each
     group: Any = None  # the ranks that share a batch
-    agreed: Agreement | None = None  # what these have to agree on: see claims.py
+    agreed: claims.Agreement | None = None  # what these have to agree on: see claims.py
 
 
 def size_of(plan: Plan) -> int | None:
@@ -78,7 +71,7 @@ def recording(
     @wraps(function)
     def entered(made: Any, *args: Any, **kwargs: Any) -> T:
         plan: Plan = made if eager is None else made.plan
-        if transform_active():
+        if modes.transform_active():
             return plain(plan, *args, **kwargs)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -88,16 +81,18 @@ def recording(
             return plain(plan._replace(donate=False), *args, **kwargs)
 
         call = partial(function, made)
-        return call_with_history(call, kept, plan.calling.known, args, kwargs, captured=False)
+        return history.call_with_history(
+            call, kept, plan.calling.known, args, kwargs, captured=False
+        )
 
     return entered
 
 
-def read_train_state(plan: Plan, state: TrainState) -> Flat:
+def read_train_state(plan: Plan, state: TrainState) -> trees.Flat:
     """Check that a state is of this plan, but for that of the optimizer; give its parameters."""
-    check_state(state, TrainState, "this step")
+    checks.check_state(state, TrainState, "this step")
     if plan.group is not None:
-        group_of(plan.group)
+        buckets.group_of(plan.group)
     check_buffers(plan, state.buffers)
     scaled = isinstance(state.loss_scale, LossScaleState)
     if scaled != (plan.loss_scale is not None):
@@ -111,31 +106,33 @@ def read_train_state(plan: Plan, state: TrainState) -> Flat:
             f"state.key is {came!r}; expected a key of shape (2,), as key(seed) makes it. States "
             "that are stacked go through torch.func.vmap."
         )
-    leaves, spec = read_params(state.params, "state.params")
-    refuse_autocast_cache(leaves)
+    leaves, spec = checks.read_params(state.params, "state.params")
+    checks.refuse_autocast_cache(leaves)
     return leaves, spec
 
 
-def begun_by(plan: Plan, state: TrainState, params: Flat) -> Begin:
+def begun_by(plan: Plan, state: TrainState, params: trees.Flat) -> updates.Begin:
     """Check that the optimizer's state is of this plan; give what begins its step."""
     return plan.optimizer.check(state.opt_state, params, "state.opt_state")
 
 
-def check_window(plan: Plan, state: TrainState, window: StepWindow, params: Flat) -> None:
+def check_window(plan: Plan, state: TrainState, window: StepWindow, params: trees.Flat) -> None:
     """Check that a window is of this plan and of this state, whose parameters are given."""
-    check_state(window, StepWindow, "this step", "the window")
-    check_belongs(window.accum, *params, plan.rule.squares)
+    checks.check_state(window, StepWindow, "this step", "the window")
+    ledger.check_belongs(window.accum, *params, plan.rule.squares)
     if plan.calling.buffers is None and window.buffers == ():
         return
     specs = (
-        flatten(begin_buffers(plan.calling.buffers, state.buffers))[1],
-        flatten(window.buffers)[1],
+        trees.flatten(begin_buffers(plan.calling.buffers, state.buffers))[1],
+        trees.flatten(window.buffers)[1],
     )
     cause = f"This step was made with buffers={plan.calling.buffers!r}; a window of another one?"
-    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
+    checks.check_same_structure(
+        *specs, "those that step.begin(state) gives", "window.buffers", cause
+    )
 
 
-def check_buffers(plan: Plan, given: Tree) -> None:
+def check_buffers(plan: Plan, given: trees.Tree) -> None:
     """Check that buffers are there if and only if the step knows what becomes of them."""
     absent, policy = given is None or (isinstance(given, tuple) and not given), plan.calling.buffers
     if absent and policy is not None:

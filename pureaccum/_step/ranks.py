@@ -17,33 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.checks import read_params
-from .._base.claims import (
-    Agreement,
-    Claim,
-    Table,
-    agreement,
-    between_ranks,
-    claim,
-    nothing_of,
-    tied,
-)
-from .._base.dtensors import refuse_sharded
+from .. import distributed
+from .._base import checks, claims, dtensors, trees
 from .._base.settings import settings_of
-from .._base.torch_internals.functorch import differentiated, differentiating
-from .._base.torch_internals.modes import at_top_level
-from .._base.trees import Tree, flatten, unflatten, zeros_for_sums
-from .._core.buckets import meet
-from .._core.causes import CoupledLossError
+from .._base.torch_internals import functorch, modes
+from .._core import buckets, causes, ledger
 from .._core.exchange import any_rank, exchange, gather_one
-from .._core.ledger import AccumState, empty
-from ..distributed import begin_sum
+from . import plans
 from .buffers import Carried, LayerMoments, batch_norm_buffers, begin_buffers, merged_moments
-from .plans import Plan
 from .state import StepWindow, TrainState
 
 
-def agreement_of(plan: Plan, compile: Any) -> Agreement:
+def agreement_of(plan: plans.Plan, compile: Any) -> claims.Agreement:
     """What ranks have to agree on: all settings that decide what a step makes of sums.
 
     Each rank may come to its sums in its own way: by its loss, microbatches, engine and memory.
@@ -63,31 +48,31 @@ def agreement_of(plan: Plan, compile: Any) -> Agreement:
     settings: dict[str, str] = {}
     for name, thing in made_with.items():
         settings |= settings_of(thing, name)
-    return agreement(settings)
+    return claims.agreement(settings)
 
 
-def before_this_rank(plan: Plan, state: TrainState, rows: int) -> Tensor:
+def before_this_rank(plan: plans.Plan, state: TrainState, rows: int) -> Tensor:
     """How many rows of the batch the ranks before this one have."""
     assert plan.agreed is not None
     device = state.samples.device
-    if not at_top_level():
+    if not modes.at_top_level():
         of_all = gather_one(torch.tensor(rows, device=device), plan.group)
     else:
         call = "step(state, batch), where rows get keys"
         held = {"state": state}
-        claimed = claim(plan.agreed, call, {}, held, device, _CAUSE, whole=False)
-        of_all = meet(claimed, plan.group, rows)
+        claimed = claims.claim(plan.agreed, call, {}, held, device, _CAUSE, whole=False)
+        of_all = buckets.meet(claimed, plan.group, rows)
     return of_all[: dist.get_rank(plan.group)].sum().to(torch.int64)
 
 
 def on_this_rank(
-    plan: Plan, state: TrainState, shared: tuple[Any, ...]
+    plan: plans.Plan, state: TrainState, shared: tuple[Any, ...]
 ) -> tuple[TrainState, tuple[Any, ...]]:
     """What this rank computes from, so that all ranks have the whole derivative by it.
 
     Nothing but transforms can tell it from what all ranks hold.
     """
-    if plan.group is None or at_top_level():
+    if plan.group is None or modes.at_top_level():
         return state, shared
     held = {"params": state.params, "buffers": state.buffers, "loss_scale": state.loss_scale}
     held, shared = exchange("copy", (held, shared), plan.group)
@@ -95,23 +80,25 @@ def on_this_rank(
 
 
 def of_all_ranks(
-    plan: Plan,
+    plan: plans.Plan,
     state: TrainState,
     window: StepWindow,
     unit: Any = 1.0,
-    given: Tree = (),
+    given: trees.Tree = (),
     refused: str = "",
-) -> tuple[AccumState, tuple[Any, Tensor]]:
+) -> tuple[ledger.AccumState, tuple[Any, Tensor]]:
     """The sums of all ranks, and what is carried after their last row: buffers, and their rows.
 
     The window is that of this rank, computed from ``given``; its gradients are a list, which is
     given up, still to be multiplied by the unit of this rank. ``refused`` says why a rank has no
     window: its loss may not be cut.
     """
-    if not at_top_level():
+    if not modes.at_top_level():
         return _under_transforms(plan, state, window, unit, given)
     claimed = _claimed(plan, state, window.accum, refused)
-    accum, of_all = begin_sum(window.accum, plan.group, claimed, window.rows, unit=unit)()
+    accum, of_all = distributed.begin_sum(
+        window.accum, plan.group, claimed, window.rows, unit=unit
+    )()
     buffers = window.buffers
     if plan.calling.buffers not in (None, "freeze"):
         buffers = _pooled(buffers, plan.group)
@@ -119,19 +106,21 @@ def of_all_ranks(
 
 
 def window_of_all_ranks(
-    plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
+    plan: plans.Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
 ) -> StepWindow:
     """The window of all ranks, from the window of this one, whose sums are given up."""
-    sums, spec = flatten(window.accum.grads)
+    sums, spec = trees.flatten(window.accum.grads)
     own = window._replace(accum=window.accum._replace(grads=sums))
     accum, (buffers, rows) = of_all_ranks(plan, state, own, unit)
-    return StepWindow(accum._replace(grads=unflatten(spec, accum.grads)), buffers, rows)
+    return StepWindow(accum._replace(grads=trees.unflatten(spec, accum.grads)), buffers, rows)
 
 
-def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, group: Any) -> None:
+def check_same(
+    agreed: claims.Agreement, params: trees.Tree, buffers: trees.Tree, key: Tensor, group: Any
+) -> None:
     """Check that all ranks begin with the same state; if not, all of them raise."""
-    leaves, _ = read_params(params)
-    refuse_sharded(
+    leaves, _ = checks.read_params(params)
+    dtensors.refuse_sharded(
         leaves,
         "params",
         "group adds up what every rank holds whole. Leave group out: a batch that is sharded over "
@@ -144,14 +133,17 @@ def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, grou
         "rank to the others (torch.distributed.broadcast)."
     )
     device = leaves[0].device
-    if not at_top_level():  # nobody can look; what is exchanged later is compared by its shapes
+    # nobody can look; what is exchanged later is compared by its shapes
+    if not modes.at_top_level():
         return
-    meet(claim(agreed, "step.init(...)", {}, begun, device, cause, whole=True), group)
+    buckets.meet(
+        claims.claim(agreed, "step.init(...)", {}, begun, device, cause, whole=True), group
+    )
 
 
-def refuse_derivative(plan: Plan) -> None:
+def refuse_derivative(plan: plans.Plan) -> None:
     """Raise where a stream over several ranks is differentiated."""
-    if plan.group is not None and differentiating():
+    if plan.group is not None and functorch.differentiating():
         raise RuntimeError(
             "a stream over several ranks came under a transform that differentiates. Each rank has "
             "as many microbatches as it has, and the derivative would have to reach the others at "
@@ -167,16 +159,16 @@ _CAUSE = (
 
 
 @contextmanager
-def telling_ranks(plan: Plan, state: TrainState) -> Generator[None]:
+def telling_ranks(plan: plans.Plan, state: TrainState) -> Generator[None]:
     """Let all ranks raise, in place of waiting, where the loss of some may not be cut."""
     try:
         yield
-    except CoupledLossError as error:
+    except causes.CoupledLossError as error:
         if plan.group is None:
             raise
-        nothing = zeros_for_sums(flatten(state.params)[0], torch.float32)
+        nothing = trees.zeros_for_sums(trees.flatten(state.params)[0], torch.float32)
         count = len(nothing) if plan.rule.squares else None
-        accum = empty(nothing, state.samples.device, count)
+        accum = ledger.empty(nothing, state.samples.device, count)
         buffers = begin_buffers(plan.calling.buffers, state.buffers)
         window = StepWindow(accum, buffers, torch.zeros_like(state.samples))
         with suppress(ValueError):  # the others raise that
@@ -184,14 +176,18 @@ def telling_ranks(plan: Plan, state: TrainState) -> Generator[None]:
         raise
 
 
-def _claimed(plan: Plan, state: TrainState, accum: AccumState, refused: str) -> Claim:
+def _claimed(
+    plan: plans.Plan, state: TrainState, accum: ledger.AccumState, refused: str
+) -> claims.Claim:
     assert plan.agreed is not None
     sums, values = {"window.accum": accum}, {"state": state}
-    mine = claim(plan.agreed, "the end of a step", sums, values, state.samples.device, _CAUSE)
+    mine = claims.claim(
+        plan.agreed, "the end of a step", sums, values, state.samples.device, _CAUSE
+    )
     if not refused:
         return mine
 
-    def words() -> list[Table]:
+    def words() -> list[claims.Table]:
         table, *rest = mine.words()
         return [{**table, "what refuses the step": refused}, *rest]
 
@@ -199,41 +195,41 @@ def _claimed(plan: Plan, state: TrainState, accum: AccumState, refused: str) -> 
 
 
 def _under_transforms(
-    plan: Plan, state: TrainState, window: StepWindow, unit: Any, given: Tree
-) -> tuple[AccumState, tuple[Any, Tensor]]:
+    plan: plans.Plan, state: TrainState, window: StepWindow, unit: Any, given: trees.Tree
+) -> tuple[ledger.AccumState, tuple[Any, Tensor]]:
     """What was accumulated on all ranks, as a function of what each rank gives.
 
     Every active vmap maps all that is exchanged, whatever rows and numbers a rank has.
     """
-    zero = nothing_of(given, window.rows.device)
+    zero = claims.nothing_of(given, window.rows.device)
     accum = window.accum._replace(grads=[grad * unit for grad in window.accum.grads])
-    accum, rows = exchange("total", tied((accum, window.rows), zero), plan.group)
+    accum, rows = exchange("total", claims.tied((accum, window.rows), zero), plan.group)
     if plan.calling.buffers in (None, "freeze"):  # not those of this rank, which are copies
         return accum, (begin_buffers(plan.calling.buffers, state.buffers), rows)
-    leaves, spec = flatten(window.buffers.values)
+    leaves, spec = trees.flatten(window.buffers.values)
     moments = window.buffers.moments
     leaves += [torch.stack(moments)] if moments else []
     # What is constant on all ranks stays so: torch differentiates by no running statistic.
-    followed = any_rank([*map(differentiated, leaves)], window.rows.device, plan.group)
+    followed = any_rank([*map(functorch.differentiated, leaves)], window.rows.device, plan.group)
     zeros = [zero if yes else zero.detach() for yes in followed]
     pairs = zip(leaves, zeros, strict=True)
-    of_all = [gather_one(tied(x, zero), plan.group, "total") for x, zero in pairs]
+    of_all = [gather_one(claims.tied(x, zero), plan.group, "total") for x, zero in pairs]
     if moments:
         moments = reduce(merged_moments, (LayerMoments(*each) for each in of_all.pop()))
-    return accum, (Carried(unflatten(spec, [x[0] for x in of_all]), moments), rows)
+    return accum, (Carried(trees.unflatten(spec, [x[0] for x in of_all]), moments), rows)
 
 
 def _pooled(carried: Carried, group: Any) -> Carried:
     """The buffers of all ranks: moments merged in the order of the ranks, the rest from rank 0."""
-    leaves, spec = flatten(carried.values)
+    leaves, spec = trees.flatten(carried.values)
     pooled = {i for at in batch_norm_buffers(leaves, spec) for i in at if i is not None}
     for i, leaf in enumerate(leaves):
         if i not in pooled:
             leaves[i] = leaf.clone(memory_format=torch.contiguous_format)
-            with between_ranks():
+            with claims.between_ranks():
                 dist.broadcast(leaves[i], group=group, group_src=0)
     moments = carried.moments
     if moments:
         of_all = gather_one(torch.stack(moments), group)
         moments = reduce(merged_moments, (LayerMoments(*each) for each in of_all))
-    return Carried(unflatten(spec, leaves), moments)
+    return Carried(trees.unflatten(spec, leaves), moments)

@@ -20,13 +20,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base.torch_internals.compiler import let_vary
-from .._base.trees import Tree, accumulation_dtype, flatten, tree_leaves, unflatten
-from .._core.batches import Batch, cut_batch
-from .constants import looks_of
-from .microbatch_loss import caller
-from .plans import Plan, size_of
-from .scan import how_many, one_of, tensors_of
+from .._base import trees
+from .._base.torch_internals import compiler
+from .._core import batches
+from . import constants, microbatch_loss, plans, scan
 from .state import TrainState
 
 
@@ -44,9 +41,10 @@ class Freedom(NamedTuple):
 class Arranged(NamedTuple):
     """A batch as a graph is given it. What it has none of is None."""
 
-    groups: Tree  # of as many microbatches each, stacked along a new dim; if several, along two
-    group: Tree  # microbatches that are too few to be one of these, stacked
-    pieces: list[Tree]  # microbatches by themselves
+    # of as many microbatches each, stacked along a new dim; if several, along two
+    groups: trees.Tree
+    group: trees.Tree  # microbatches that are too few to be one of these, stacked
+    pieces: list[trees.Tree]  # microbatches by themselves
     several: int  # microbatches of each of the groups, which go through at once
 
 
@@ -79,12 +77,12 @@ class Shapes(NamedTuple):
     told_apart: bool  # False where shapes share graphs, as the user said by dynamic=True
 
 
-def form_of(plan: Plan, state: TrainState, flat: Batch) -> str:
+def form_of(plan: plans.Plan, state: TrainState, flat: batches.Batch) -> str:
     """The form that follows from the sizes."""
     if plan.group is not None or not plan.optimizer.in_graphs:  # what follows sums is no graph
         return "loop"
-    held, leaves = gradient_bytes(state), len(tree_leaves(state.params))
-    whole, rest = divmod(flat.rows or 0, size_of(plan) or flat.rows or 1)
+    held, leaves = gradient_bytes(state), len(trees.tree_leaves(state.params))
+    whole, rest = divmod(flat.rows or 0, plans.size_of(plan) or flat.rows or 1)
     parts = whole + (rest > 0)
     if whole <= 1 or (held > TINY and parts <= FEW and parts * leaves <= SHORT):
         return "unrolled"
@@ -93,20 +91,27 @@ def form_of(plan: Plan, state: TrainState, flat: Batch) -> str:
 
 def gradient_bytes(state: TrainState) -> int:
     """The bytes of the sums of gradients."""
-    leaves = tree_leaves(state.params)
-    return sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
+    leaves = trees.tree_leaves(state.params)
+    return sum(x.numel() * trees.accumulation_dtype(x.dtype).itemsize for x in leaves)
 
 
 def recipe_for(
-    plan: Plan, state: TrainState, flat: Batch, shapes: Shapes, free: Freedom | None = None
+    plan: plans.Plan,
+    state: TrainState,
+    flat: batches.Batch,
+    shapes: Shapes,
+    free: Freedom | None = None,
 ) -> Recipe:
     """How batches like this one go through the compiler."""
-    name, size = form_of(plan, state, flat), size_of(plan)
+    name, size = form_of(plan, state, flat), plans.size_of(plan)
     free = free or Freedom(together(plan, state, flat) if name == "scan" else 1)
     cut = cut_of(name, flat.rows or 0, size, free.several)
-    (beside, shared_spec), (held, held_spec) = flatten(plan.calling.shared), flatten(state)
+    (beside, shared_spec), (held, held_spec) = (
+        trees.flatten(plan.calling.shared),
+        trees.flatten(state),
+    )
     apart = shapes.told_apart
-    looks = *looks_of(flat.leaves, apart, 1), *looks_of([*beside, *held], apart)
+    looks = *constants.looks_of(flat.leaves, apart, 1), *constants.looks_of([*beside, *held], apart)
     told = name, free, flat.spec, shared_spec, held_spec, *looks
     sizes = cut.groups, cut.left, cut.last or 0
     # A graph that knows its sizes is faster: only the second one takes any.
@@ -119,7 +124,7 @@ def recipe_for(
     pieces = cut.pieces if name == "unrolled" else 0
     key = shapes.graphs.setdefault((*told, pieces, *each), len(shapes.graphs))
     arrange = partial(arranged, flat._replace(leaves=[]), size or 1, cut, vary)
-    tiny, small = gradient_bytes(state) <= TINY, len(tree_leaves(state.params)) * FEW <= SHORT
+    tiny, small = gradient_bytes(state) <= TINY, len(trees.tree_leaves(state.params)) * FEW <= SHORT
     cpp = small and has_cpp_wrapper(state.samples.device.type)
     return Recipe(form=name, key=key, arrange=arrange, tiny=tiny, cpp=cpp, free=free)
 
@@ -132,7 +137,7 @@ def narrowed(recipe: Recipe) -> Freedom | None:
     return free._replace(sizes=False) if free.sizes else None
 
 
-def together(plan: Plan, state: TrainState, flat: Batch) -> int:
+def together(plan: plans.Plan, state: TrainState, flat: batches.Batch) -> int:
     """How many microbatches go through a scan at once."""
     rule = plan.rule
     if (
@@ -142,13 +147,13 @@ def together(plan: Plan, state: TrainState, flat: Batch) -> int:
         or rule.squares
     ):
         return 1
-    params, spec = flatten(state.params)
-    like, size = unflatten(flat.spec, flat.leaves), size_of(plan) or 1
+    params, spec = trees.flatten(state.params)
+    like, size = trees.unflatten(flat.spec, flat.leaves), plans.size_of(plan) or 1
     first, _ = stacks(
         flat, size, Arrangement(groups=2, several=1, left=0, pieces=0, last=None), (False, False)
     )
-    one = one_of(caller(plan, state, spec), like, size)
-    return how_many(one, params, tensors_of(first))
+    one = scan.one_of(microbatch_loss.caller(plan, state, spec), like, size)
+    return scan.how_many(one, params, scan.tensors_of(first))
 
 
 def cut_of(name: str, rows: int, size: int | None, several: int) -> Arrangement:
@@ -168,27 +173,29 @@ def cut_of(name: str, rows: int, size: int | None, several: int) -> Arrangement:
 
 
 def arranged(
-    flat: Batch, size: int, cut: Arrangement, vary: Sequence[bool], leaves: list[Any]
+    flat: batches.Batch, size: int, cut: Arrangement, vary: Sequence[bool], leaves: list[Any]
 ) -> Arranged:
     """The leaves of a batch as a graph is given them, of which some may be of any length."""
     flat = flat._replace(leaves=leaves)
-    pieces = [*cut_batch(flat, size)][: cut.pieces] if cut.pieces else []
+    pieces = [*batches.cut_batch(flat, size)][: cut.pieces] if cut.pieces else []
     if cut.last is not None:
         start = (cut.groups * cut.several + cut.left + cut.pieces) * size
         pieces.append(rows_of(flat, start, vary[-1]))
     return Arranged(*stacks(flat, size, cut, vary), pieces, cut.several)
 
 
-def stacks(flat: Batch, size: int, cut: Arrangement, vary: Sequence[bool]) -> tuple[Tree, Tree]:
+def stacks(
+    flat: batches.Batch, size: int, cut: Arrangement, vary: Sequence[bool]
+) -> tuple[trees.Tree, trees.Tree]:
     """Whole microbatches, stacked, in groups where several go together, and those that are left."""
     groups, several, left, *_ = cut
     end = groups * several * size
 
-    def of(at: slice, any_number: bool, *shape: int) -> Tree:
+    def of(at: slice, any_number: bool, *shape: int) -> trees.Tree:
         leaves = [
             x[at].view(*shape, *x.shape[1:]) if isinstance(x, Tensor) else x for x in flat.leaves
         ]
-        return unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
+        return trees.unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
 
     shape = (groups,) if several == 1 else (groups, several)
     return (
@@ -197,17 +204,17 @@ def stacks(flat: Batch, size: int, cut: Arrangement, vary: Sequence[bool]) -> tu
     )
 
 
-def rows_of(flat: Batch, start: int, any_number: bool) -> Tree:
+def rows_of(flat: batches.Batch, start: int, any_number: bool) -> trees.Tree:
     """The rows from ``start`` on, of which there may be any number."""
     leaves = [
         x[start:] if isinstance(x, Tensor) and (start or any_number) else x for x in flat.leaves
     ]
-    return unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
+    return trees.unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
 
 
 def open_to(x: Any, any_number: bool) -> Any:
     """A leaf, so marked that the graph made for it takes any number of rows."""
-    return let_vary(x) if any_number and isinstance(x, Tensor) else x
+    return compiler.let_vary(x) if any_number and isinstance(x, Tensor) else x
 
 
 def cuda_toolkit() -> str | None:

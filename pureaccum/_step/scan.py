@@ -22,13 +22,11 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.torch_internals.compiler import scan
-from .._base.trees import Tree, add, flatten, unflatten
-from .._core.coupling import LossOfPart
-from .._core.ledger import AccumState
-from .._core.losses import Reduction, read
+from .._base import trees
+from .._base.torch_internals import compiler
+from .._core import coupling, ledger, losses
 from .._core.weights import Weighing, scaled, term_of
-from .state import StepWindow
+from . import state
 
 
 LITTLE = 2**20  # bytes that the forward passes of all that go together keep
@@ -37,25 +35,29 @@ LITTLE = 2**20  # bytes that the forward passes of all that go together keep
 One = Callable[[Sequence[Tensor], list[Tensor], Tensor], object]
 
 # The window with one more microbatch, or several, and what is kept of their aux.
-More = Callable[[StepWindow, Tree], tuple[StepWindow, Tree]]
+More = Callable[[state.StepWindow, trees.Tree], tuple[state.StepWindow, trees.Tree]]
 
 
-def scanned(more: More, window: StepWindow, stacked: Tree, like: Tree) -> tuple[StepWindow, Tree]:
+def scanned(
+    more: More, window: state.StepWindow, stacked: trees.Tree, like: trees.Tree
+) -> tuple[state.StepWindow, trees.Tree]:
     """The window with all that is stacked along a new dim 0, and what is kept of aux, stacked.
 
     ``like`` is what is kept of one of them.
     """
-    columns, spec = flatten(stacked)
-    begun, window_spec = flatten(window)
+    columns, spec = trees.flatten(stacked)
+    begun, window_spec = trees.flatten(window)
 
     def body(carry: list[Tensor], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         part = _filled(columns, spec, tensors)
-        after, kept = more(unflatten(window_spec, _unpacked(carry, begun)), part)
+        after, kept = more(trees.unflatten(window_spec, _unpacked(carry, begun)), part)
         # Clones, because a scan may return nothing that it was given.
-        return _packed(flatten(after)[0]), [x.clone() for x in tensors_of(kept)]
+        return _packed(trees.flatten(after)[0]), [x.clone() for x in tensors_of(kept)]
 
-    after, outputs = scan(body, _packed(begun), tensors_of(stacked))
-    return unflatten(window_spec, _unpacked(after, begun)), _filled(*flatten(like), outputs)
+    after, outputs = compiler.scan(body, _packed(begun), tensors_of(stacked))
+    return trees.unflatten(window_spec, _unpacked(after, begun)), _filled(
+        *trees.flatten(like), outputs
+    )
 
 
 def _packed(leaves: list[Tensor]) -> list[Tensor]:
@@ -75,14 +77,14 @@ def _unpacked(packed: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     return [next(rest if x.dim() > 0 else numbers[x.dtype, x.device]) for x in like]
 
 
-def tensors_of(tree: Tree) -> list[Tensor]:
+def tensors_of(tree: trees.Tree) -> list[Tensor]:
     """The leaves of a batch that are cut."""
-    return [x for x in flatten(tree)[0] if isinstance(x, Tensor)]
+    return [x for x in trees.flatten(tree)[0] if isinstance(x, Tensor)]
 
 
-def one_of(call: LossOfPart, like: Tree, rows: int) -> One:
+def one_of(call: coupling.LossOfPart, like: trees.Tree, rows: int) -> One:
     """A loss in the form of ``One``, for batches whose other leaves are those of ``like``."""
-    columns, spec = flatten(like)
+    columns, spec = trees.flatten(like)
 
     def one(leaves: Sequence[Tensor], tensors: list[Tensor], before: Tensor) -> Any:
         return call(list(leaves), _filled(columns, spec, tensors), rows, ((), before))
@@ -90,10 +92,10 @@ def one_of(call: LossOfPart, like: Tree, rows: int) -> One:
     return one
 
 
-def _filled(columns: list[Any], spec: optree.PyTreeSpec, tensors: Sequence[Tensor]) -> Tree:
+def _filled(columns: list[Any], spec: optree.PyTreeSpec, tensors: Sequence[Tensor]) -> trees.Tree:
     """A tree with these tensors in place of its own."""
     rest = iter(tensors)
-    return unflatten(spec, [next(rest) if isinstance(x, Tensor) else x for x in columns])
+    return trees.unflatten(spec, [next(rest) if isinstance(x, Tensor) else x for x in columns])
 
 
 # Several at once ----------------------------------------------------------------------------
@@ -129,16 +131,16 @@ def how_many(one: One, leaves: list[Tensor], xs: list[Tensor]) -> int:
 
 
 def add_together(
-    call: LossOfPart,
-    params: Tree,
-    window: StepWindow,
-    group: Tree,
-    reduction: Reduction,
+    call: coupling.LossOfPart,
+    params: trees.Tree,
+    window: state.StepWindow,
+    group: trees.Tree,
+    reduction: losses.Reduction,
     unit: float,
     scale: Tensor | None,
-) -> StepWindow:
+) -> state.StepWindow:
     """The window with several microbatches, stacked along a new dim 0."""
-    xs, (leaves, spec) = tensors_of(group), flatten(params)
+    xs, (leaves, spec) = tensors_of(group), trees.flatten(params)
     count, rows = xs[0].shape[:2]
     one, before = one_of(call, group, rows), window.rows
     each = before + rows * torch.arange(count, dtype=before.dtype, device=before.device)
@@ -147,11 +149,13 @@ def add_together(
     times = 1.0 if reduction == "sum" else float(rows)
     cotangent = scaled(torch.full_like(values, times / unit), scale)
     weighing = Weighing(cotangent, 1.0, None)
-    pairs = zip(pull(cotangent, retain_graph=False), flatten(window.accum.grads)[0], strict=True)
+    pairs = zip(
+        pull(cotangent, retain_graph=False), trees.flatten(window.accum.grads)[0], strict=True
+    )
     wide, none = values.detach().double(), torch.zeros_like(before)
     weights = torch.full_like(wide, times if reduction == "mean" else 0.0)
-    more = AccumState(
-        grads=unflatten(spec, [term_of(grad, x.dtype, weighing) for grad, x in pairs]),
+    more = ledger.AccumState(
+        grads=trees.unflatten(spec, [term_of(grad, x.dtype, weighing) for grad, x in pairs]),
         total=(wide * times).sum(),
         weight=weights.sum(),
         microbatches=none + count,
@@ -159,12 +163,12 @@ def add_together(
         nonfinite=((wide - wide) != 0).sum(),
         weighted=none,
     )
-    return StepWindow(add(window.accum, more), window.buffers, before + count * rows)
+    return state.StepWindow(trees.add(window.accum, more), window.buffers, before + count * rows)
 
 
 def _values(one: One, leaves: Sequence[Tensor], xs: list[Tensor], each: Tensor) -> Tensor:
     def value(tensors: list[Tensor], before: Tensor) -> Tensor:
-        seen, _ = read(one(leaves, tensors, before), False)
+        seen, _ = losses.read(one(leaves, tensors, before), False)
         if not isinstance(seen.weight, tuple):
             raise TypeError("a Weighted loss goes alone: its weight may be zero")
         return seen.total

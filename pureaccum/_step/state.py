@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base.states import loadable
-from .._base.trees import Tree
-from .._core.ledger import AccumState
+from .._base import states, trees
+from .._core import ledger
 
 
-@loadable
+@states.loadable
 class TrainState(NamedTuple):
     """All that a run is, as tensors: save it, stack it, look at it.
 
@@ -33,8 +32,8 @@ class TrainState(NamedTuple):
         (tensor(0.), tensor(1), tensor(2))
     """
 
-    params: Tree
-    buffers: Tree
+    params: trees.Tree
+    buffers: trees.Tree
     opt_state: Any
     loss_scale: Any
     key: Tensor
@@ -43,7 +42,7 @@ class TrainState(NamedTuple):
     samples: Tensor
 
 
-@loadable
+@states.loadable
 class StepInfo(NamedTuple):
     """What happened in a step, in 0-d tensors that nothing has waited for.
 
@@ -76,11 +75,11 @@ class StepInfo(NamedTuple):
     skipped: Tensor
     applied: Tensor
     scale: Tensor
-    aux: Tree
+    aux: trees.Tree
     noise: Any = ()
 
 
-@loadable
+@states.loadable
 class StepWindow(NamedTuple):
     """A step that has begun: what its microbatches have come to so far.
 
@@ -90,7 +89,7 @@ class StepWindow(NamedTuple):
         rows: How many rows they had; it begins at 0, so that windows of ranks can be merged.
     """
 
-    accum: AccumState
+    accum: ledger.AccumState
     buffers: Any
     rows: Tensor
 
@@ -136,7 +135,9 @@ class Step(Functions):
     # vmap asks for a name, or else for the repr of all that the loss is bound to; dynamo has none.
     __name__ = "step"
 
-    def __call__(self, state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
+    def __call__(
+        self, state: TrainState, batch: trees.Tree, *shared: Any
+    ) -> tuple[TrainState, StepInfo]:
         """One step over a whole batch.
 
         Args:

@@ -15,51 +15,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._base.checks import (
-    check_int,
-    check_state,
-    outside_inference_mode,
-    read_params,
-    refuse_without_graph,
+from .._base import checks, trees
+from .._base.torch_internals import autograd, modes
+from .._core import (
+    auto_size,
+    batches,
+    buckets,
+    losses,
+    precision,
+    reductions,
+    seams,
+    structures,
+    writes,
 )
-from .._base.torch_internals.autograd import without_history
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Tree, paths, tree_map
-from .._core.auto_size import by_memory, is_auto
-from .._core.batches import check_sizes, cut_batch, read_batch, rows_to_cut, sizes_of_batch
-from .._core.buckets import group_of
-from .._core.layers.order import check_rule
-from .._core.losses import Reduction
-from .._core.precision import Policy, under
-from .._core.reductions import check_reduce
-from .._core.seams import Engine, Nonfinite, Rule
-from .._core.structures import Structures
-from .._core.writes import known_of
-from .._optim.combinators import as_optimizer
+from .._core.layers import order
+from .._optim import combinators
 from .._pure.keys import key
+from . import compiled, constants, plans, ranks, whole_step, windows
 from .buffers import Threading, begin_buffers, check_policy
-from .compiled import CompiledStep
-from .constants import check_compilable
 from .loss_scale import LossScale
-from .plans import Calling, Plan, check_buffers
-from .ranks import agreement_of, check_same
 from .state import Step, StepInfo, TrainState
-from .whole_step import (
-    folded_in_sums,
-    step_in_sums,
-    step_whole,
-    sums_of_microbatch,
-    sums_of_rows,
-    update_in_sums,
-)
-from .windows import (
-    apply_window,
-    begin_window,
-    folded_window,
-    merge_windows,
-    step_over_stream,
-    update_window,
-)
 
 
 def make_step(
@@ -70,14 +45,14 @@ def make_step(
     microbatch_size: int | Sequence[int] | Literal["auto"] | None = None,
     memory_budget: int | None = None,
     retry_after: int | None = None,
-    reduction: Reduction = "mean",
-    aux_reduction: Tree = "concat",
+    reduction: losses.Reduction = "mean",
+    aux_reduction: trees.Tree = "concat",
     loss_scale: LossScale | None = None,
-    policy: Policy | None = None,
-    nonfinite: Nonfinite = "propagate",
+    policy: precision.Policy | None = None,
+    nonfinite: seams.Nonfinite = "propagate",
     buffers: Threading | None = None,
     keys: bool = False,
-    engine: Engine = "auto",
+    engine: seams.Engine = "auto",
     check: bool = True,
     noise: bool = False,
     group: Any = None,
@@ -172,8 +147,8 @@ def make_step(
     References:
         `torch.amp <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
-    rule = check_rule(
-        Rule(
+    rule = order.check_rule(
+        seams.Rule(
             has_aux=has_aux or buffers is not None,
             reduction=reduction,
             nonfinite=nonfinite,
@@ -184,31 +159,31 @@ def make_step(
     )
     size = _size_of(microbatch_size, memory_budget, retry_after)
     _check_parts(loss_fn, aux_reduction, loss_scale, buffers, group)
-    calling = Calling(
-        loss_fn=under(policy, loss_fn),
+    calling = plans.Calling(
+        loss_fn=precision.under(policy, loss_fn),
         has_aux=has_aux,
         aux_reduction=aux_reduction,
         policy=policy,
         buffers=buffers,
         keys=keys,
-        known=known_of(loss_fn),
+        known=writes.known_of(loss_fn),
         check=check,
     )
-    plan = Plan(
+    plan = plans.Plan(
         calling=calling,
-        optimizer=as_optimizer(optimizer),
+        optimizer=combinators.as_optimizer(optimizer),
         size=size,
         rule=rule,
         loss_scale=loss_scale,
         donate=donate,
         group=group,
-        structures=Structures(),
+        structures=structures.Structures(),
     )
-    plan = plan if group is None else plan._replace(agreed=agreement_of(plan, compile))
+    plan = plan if group is None else plan._replace(agreed=ranks.agreement_of(plan, compile))
     step, graphs = _eager(plan), None
     if compile is not False:
         step, graphs = _compiled(plan, step, compile)
-    auto = is_auto(microbatch_size)
+    auto = auto_size.is_auto(microbatch_size)
     return _in_any_size(plan, step, graphs, memory_budget, retry_after) if auto else step
 
 
@@ -221,20 +196,20 @@ def _size_of(size: Any, budget: object, retry_after: object) -> int | list[int] 
         ("memory_budget", budget, "the bytes that a step may hold beyond its arguments"),
         ("retry_after", retry_after, "the steps after which a larger size is tried again"),
     ):
-        if knob is not None and not is_auto(size):
+        if knob is not None and not auto_size.is_auto(size):
             raise ValueError(
                 f"{name}={knob!r} came with microbatch_size={size!r}; it is for "
                 "microbatch_size='auto', which looks for a size."
             )
         if knob is not None:
-            check_int(knob, name, f"an int of at least 1, {expected}", 1)
-    return None if size is None or is_auto(size) else check_sizes(size)
+            checks.check_int(knob, name, f"an int of at least 1, {expected}", 1)
+    return None if size is None or auto_size.is_auto(size) else batches.check_sizes(size)
 
 
 def _check_parts(
-    loss_fn: object, aux_reduction: Tree, loss_scale: object, buffers: Any, group: Any
+    loss_fn: object, aux_reduction: trees.Tree, loss_scale: object, buffers: Any, group: Any
 ) -> None:
-    check_reduce(aux_reduction, "aux_reduction")
+    reductions.check_reduce(aux_reduction, "aux_reduction")
     check_policy(buffers)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of (params, batch).")
@@ -244,7 +219,7 @@ def _check_parts(
             "or None."
         )
     if group is not None:
-        group_of(group)
+        buckets.group_of(group)
         if buffers == "sequential":
             raise ValueError(
                 "buffers='sequential' came with group, but ranks work at the same time: expected "
@@ -255,46 +230,46 @@ def _check_parts(
 # Its layers -------------------------------------------------------------------------------------
 
 
-def _eager(plan: Plan) -> Step:
-    apply = partial(apply_window, plan)
+def _eager(plan: plans.Plan) -> Step:
+    apply = partial(windows.apply_window, plan)
     return Step(
         init=partial(_init, plan),
-        begin=partial(begin_window, plan),
-        update=partial(update_window, plan),
+        begin=partial(windows.begin_window, plan),
+        update=partial(windows.update_window, plan),
         apply=apply,
-        whole=partial(step_whole, plan),
-        window=partial(step_over_stream, plan, partial(folded_window, plan), apply),
-        merge=partial(merge_windows, plan),
+        whole=partial(whole_step.step_whole, plan),
+        window=partial(windows.step_over_stream, plan, partial(windows.folded_window, plan), apply),
+        merge=partial(windows.merge_windows, plan),
     )
 
 
 def _compiled(
-    plan: Plan, step: Step, compile: Literal[True] | Mapping[str, Any]
-) -> tuple[Step, Callable[[int], CompiledStep]]:
+    plan: plans.Plan, step: Step, compile: Literal[True] | Mapping[str, Any]
+) -> tuple[Step, Callable[[int], compiled.CompiledStep]]:
     """The step in graphs, and the same for any size of microbatches."""
-    check_compilable(plan.rule, compile)
+    constants.check_compilable(plan.rule, compile)
     settings: Mapping[str, Any] = {} if compile is True else compile
     size = plan.size
-    graphs_of = cache(lambda size: CompiledStep(plan._replace(size=size), settings))
+    graphs_of = cache(lambda size: compiled.CompiledStep(plan._replace(size=size), settings))
     # With a list of sizes each microbatch goes through the graph of its size, as in a stream.
     graphs = graphs_of(None if isinstance(size, list) else size)
-    window = partial(step_over_stream, plan, graphs.folded, graphs.apply)
+    window = partial(windows.step_over_stream, plan, graphs.folded, graphs.apply)
     made = step._replace(update=graphs.update, apply=graphs.apply, window=window)
     if not isinstance(size, list):
         return made._replace(whole=graphs.whole, form=graphs.form), graphs_of
 
-    def in_sizes(state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
-        flat = read_batch(batch)
-        sizes_of_batch(rows_to_cut(flat), size)
-        return step.window(state, cut_batch(flat, size), *shared)
+    def in_sizes(state: TrainState, batch: trees.Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
+        flat = batches.read_batch(batch)
+        batches.sizes_of_batch(batches.rows_to_cut(flat), size)
+        return step.window(state, batches.cut_batch(flat, size), *shared)
 
     return made._replace(whole=in_sizes, form=lambda *_: "loop"), graphs_of
 
 
 def _in_any_size(
-    plan: Plan,
+    plan: plans.Plan,
     step: Step,
-    graphs_of: Callable[[int], CompiledStep] | None,
+    graphs_of: Callable[[int], compiled.CompiledStep] | None,
     budget: int | None,
     retry_after: int | None,
 ) -> Step:
@@ -304,47 +279,51 @@ def _in_any_size(
     """
     parts = 2 if plan.rule.squares else 1  # one microbatch does not scatter
     search = partial(
-        by_memory, look=_looked_at, budget=budget, retry_after=retry_after, parts=parts
+        auto_size.by_memory, look=_looked_at, budget=budget, retry_after=retry_after, parts=parts
     )
-    sums = search(partial(sums_of_rows, plan))
-    more = search(partial(sums_of_microbatch, plan))
-    whole = partial(step_in_sums, plan, sums.run)
+    sums = search(partial(whole_step.sums_of_rows, plan))
+    more = search(partial(whole_step.sums_of_microbatch, plan))
+    whole = partial(whole_step.step_in_sums, plan, sums.run)
     if graphs_of is not None:
 
-        def whole(state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
-            size = None if transform_active() else sums.size_of(state, batch)
+        def whole(
+            state: TrainState, batch: trees.Tree, *shared: Any
+        ) -> tuple[TrainState, StepInfo]:
+            size = None if modes.transform_active() else sums.size_of(state, batch)
             if size is None:
-                return step_in_sums(plan, sums.run, state, batch, *shared)
+                return whole_step.step_in_sums(plan, sums.run, state, batch, *shared)
             return graphs_of(size).whole(state, batch, *shared)
 
     elif plan.group is None and not plan.donate:  # the next state is a part of what has to fit
 
         def in_size(size: int, *args: Any) -> tuple[TrainState, StepInfo]:
-            return step_whole(plan._replace(size=size), *args)
+            return whole_step.step_whole(plan._replace(size=size), *args)
 
         whole = search(in_size).run
-    folded = partial(folded_in_sums, plan, more.run)
+    folded = partial(whole_step.folded_in_sums, plan, more.run)
     return step._replace(
         whole=whole,
-        update=partial(update_in_sums, plan, more.run),
-        window=partial(step_over_stream, plan, folded, step.apply),
+        update=partial(whole_step.update_in_sums, plan, more.run),
+        window=partial(windows.step_over_stream, plan, folded, step.apply),
     )
 
 
-def _looked_at(state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
-    check_state(state, TrainState, "this step")
+def _looked_at(state: TrainState, batch: trees.Tree, *_: Any) -> tuple[trees.Tree, trees.Tree]:
+    checks.check_state(state, TrainState, "this step")
     return batch, state.params
 
 
 # Its first state --------------------------------------------------------------------------------
 
 
-def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:
+def _init(
+    plan: plans.Plan, params: trees.Tree, buffers: trees.Tree = None, seed: int = 0
+) -> TrainState:
     """The first state; it shares no memory with what it is made of, and has no history."""
-    leaves, spec = read_params(params)
-    if torch.is_grad_enabled() and not transform_active():
+    leaves, spec = checks.read_params(params)
+    if torch.is_grad_enabled() and not modes.transform_active():
         _check_beginning(leaves, spec)
-    with outside_inference_mode():
+    with checks.outside_inference_mode():
         return _begun(plan, params, leaves[0].device, buffers, seed)
 
 
@@ -352,30 +331,32 @@ def _check_beginning(leaves: list[Tensor], spec: Any) -> None:
     """Check that params may be copied as numbers, as those of a module are."""
     for i, x in enumerate(leaves):
         if x.requires_grad:
-            refuse_without_graph("the first state of a run")
+            checks.refuse_without_graph("the first state of a run")
         if x.grad_fn is not None:
             raise ValueError(
-                f"{paths(spec, 'params')[i]} was computed from what requires grad "
+                f"{trees.paths(spec, 'params')[i]} was computed from what requires grad "
                 f"({x.grad_fn.name()}), and a run begins with numbers. Expected x.detach(). To "
                 "differentiate a step with respect to it: state._replace(params=params)."
             )
 
 
-def _begun(plan: Plan, params: Tree, device: torch.device, buffers: Tree, seed: int) -> TrainState:
-    check_buffers(plan, buffers)
+def _begun(
+    plan: plans.Plan, params: trees.Tree, device: torch.device, buffers: trees.Tree, seed: int
+) -> TrainState:
+    plans.check_buffers(plan, buffers)
     begin_buffers(plan.calling.buffers, buffers)  # names what is no tensor
     buffers = () if buffers is None else buffers
     seeded = key(seed, device)
     if plan.agreed is not None:
-        group_of(plan.group)
-        check_same(plan.agreed, params, buffers, seeded, plan.group)
+        buckets.group_of(plan.group)
+        ranks.check_same(plan.agreed, params, buffers, seeded, plan.group)
     if plan.calling.policy is not None:
         params = plan.calling.policy.cast_to_param(params)
-    params = tree_map(_own, params)
+    params = trees.tree_map(_own, params)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return TrainState(
         params=params,
-        buffers=tree_map(_own, buffers),
+        buffers=trees.tree_map(_own, buffers),
         opt_state=plan.optimizer.init(params),
         loss_scale=() if plan.loss_scale is None else plan.loss_scale.init(device),
         key=seeded,
@@ -386,4 +367,4 @@ def _begun(plan: Plan, params: Tree, device: torch.device, buffers: Tree, seed: 
 
 
 def _own(x: Tensor) -> Tensor:
-    return x.clone() if transform_active() else without_history([x])[0].clone()
+    return x.clone() if modes.transform_active() else autograd.without_history([x])[0].clone()

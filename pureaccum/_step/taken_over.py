@@ -14,13 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_int, check_state
-from .._base.named_leaves import tree_set
-from .._base.states import made_with
-from .._base.trees import flatten, unflatten
-from .._optim.from_torch import TorchState
-from .._optim.optimizers import AdamState, SGDState
-from .loss_scale import scale_of_scaler
+from .._base import checks, named_leaves, states, trees
+from .._optim import from_torch, optimizers
+from . import loss_scale
 from .state import TrainState
 
 
@@ -31,8 +27,8 @@ SETTINGS = {  # of torch, which decide what a state means; others' d changes, un
     for name in inspect.signature(cls).parameters
 } - {"params", "lr", "d", "foreach", "fused", "capturable", "differentiable"}
 KEPT = {  # what torch calls the trees of our states
-    AdamState: {tree: tree for tree in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")},
-    SGDState: {"momentum": "momentum_buffer"},
+    optimizers.AdamState: {tree: tree for tree in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")},
+    optimizers.SGDState: {"momentum": "momentum_buffer"},
 }
 
 
@@ -85,9 +81,11 @@ def import_state(
         `torch.optim.Optimizer.state_dict
         <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.html>`_
     """
-    check_state(state, TrainState, "import_state")
+    checks.check_state(state, TrainState, "import_state")
     if steps is not None:
-        steps = check_int(steps, "steps", "a number of applied steps, an int of at least 0", 0)
+        steps = checks.check_int(
+            steps, "steps", "a number of applied steps, an int of at least 0", 0
+        )
     if optimizer is not None:
         theirs = _by_name(optimizer, names)
         ours = _names_of(state.params)
@@ -99,10 +97,10 @@ def import_state(
         opt_state = _visited(state.opt_state, ours, "state.opt_state", visit)
         if len(counts) == 1:
             (count,) = counts
-            state = tree_set(state, {".applied": count, ".attempts": count})
+            state = named_leaves.tree_set(state, {".applied": count, ".attempts": count})
         state = state._replace(opt_state=opt_state)
     if scaler is not None:
-        new = scale_of_scaler(state.loss_scale, scaler)
+        new = loss_scale.scale_of_scaler(state.loss_scale, scaler)
         _check_settings(state.loss_scale.scale, scaler, "the GradScaler", "state.loss_scale")
         state = state._replace(loss_scale=new)
     return state
@@ -145,7 +143,7 @@ def export_state(
         `torch.optim.Optimizer.load_state_dict
         <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html>`_
     """
-    check_state(state, TrainState, "export_state")
+    checks.check_state(state, TrainState, "export_state")
     if optimizer is None and scaler is None:
         raise ValueError("neither optimizer nor scaler came; expected a state_dict() to fill.")
     made: dict[str, dict[str, Any]] = {}
@@ -168,7 +166,7 @@ def export_state(
         _visited(state.opt_state, ours, "state.opt_state", visit)
         made["optimizer"] = {**optimizer, "state": kept, "param_groups": groups}
     if scaler is not None:
-        scale_of_scaler(state.loss_scale, scaler)
+        loss_scale.scale_of_scaler(state.loss_scale, scaler)
         scale = state.loss_scale
         tracker = int(scale.growth_tracker.item())
         made["scaler"] = {**scaler, "scale": scale.scale.item(), "_growth_tracker": tracker}
@@ -203,7 +201,7 @@ def _by_name(state_dict: Any, names: Sequence[str] | None) -> dict[str, Theirs]:
 
 
 def _names_of(tree: Any) -> list[str]:
-    return [".".join(map(str, path)) for path in flatten(tree)[1].paths()]
+    return [".".join(map(str, path)) for path in trees.flatten(tree)[1].paths()]
 
 
 def _check_names(theirs: dict[str, Theirs], ours: list[str]) -> None:
@@ -222,7 +220,7 @@ def _check_names(theirs: dict[str, Theirs], ours: list[str]) -> None:
 # Each part of our optimizer's state ------------------------------------------------------------
 
 
-State = AdamState | SGDState | TorchState
+State = optimizers.AdamState | optimizers.SGDState | from_torch.TorchState
 
 
 def _visited(
@@ -245,7 +243,7 @@ def _visited(
 
 def _own_names(node: Any) -> list[str] | None:
     """The names of the leaves that a state is of, if it says."""
-    if isinstance(node, (AdamState, SGDState)):
+    if isinstance(node, (optimizers.AdamState, optimizers.SGDState)):
         held = [x for field in KEPT[type(node)] if (x := getattr(node, field)) != ()]
         return _names_of(held[0]) if held else None
     its = node if type(node) is tuple else node.values() if isinstance(node, dict) else ()
@@ -283,7 +281,7 @@ def _imported(
     count = _count(names, its, root, steps)
     counts.add(count)
     changes: dict[str, Any] = {"steps": torch.full_like(node.steps, count)}
-    if isinstance(node, TorchState):
+    if isinstance(node, from_torch.TorchState):
         return node._replace(**changes, **_of_class(node, names, its, root))
     if isinstance(node.lr, Tensor):
         changes["lr"] = torch.full_like(node.lr, _rate(names, its, root))
@@ -294,9 +292,9 @@ def _imported(
 
 def _check_settings(x: Tensor, theirs: Mapping[str, Any], whose: str, root: str) -> None:
     """Check that torch's settings are those of the new state that a tensor is of."""
-    ours = made_with.get(x, {})
+    ours = states.made_with.get(x, {})
     for key in sorted(SETTINGS & {*theirs, *ours}):
-        if flatten(theirs.get(key))[0] != flatten(ours.get(key))[0]:
+        if trees.flatten(theirs.get(key))[0] != trees.flatten(ours.get(key))[0]:
             a, b = (f"{key}={of[key]!r}" if key in of else f"no {key}" for of in (theirs, ours))
             raise ValueError(
                 f"{whose} has {a}, and {root} was made with {b}; expected the same, since a state "
@@ -333,7 +331,7 @@ def _rate(names: list[str], its: list[Theirs], root: str) -> float:
 
 def _tree(held: Any, key: str, names: list[str], its: list[Theirs], root: str, count: int) -> Any:
     """A tree of the state, of what torch calls ``key``."""
-    leaves, spec = flatten(held)
+    leaves, spec = trees.flatten(held)
     for i, (old, name, it) in enumerate(zip(leaves, names, its, strict=False)):
         new = it.kept.get(key)
         if new is None and count == 0:
@@ -346,10 +344,12 @@ def _tree(held: Any, key: str, names: list[str], its: list[Theirs], root: str, c
                 "parameter that never got a gradient?"
             )
         leaves[i] = new.detach().to(old.device, old.dtype, copy=True)
-    return unflatten(spec, leaves)
+    return trees.unflatten(spec, leaves)
 
 
-def _of_class(node: TorchState, names: list[str], its: list[Theirs], root: str) -> dict[str, Any]:
+def _of_class(
+    node: from_torch.TorchState, names: list[str], its: list[Theirs], root: str
+) -> dict[str, Any]:
     """What a class of torch keeps, and the settings of its group that are numbers."""
     kept: list[dict[str, Any]] = []
     for old, name, it in zip(node.per_leaf, names, its, strict=True):
@@ -382,16 +382,16 @@ def _like(new: Any, old: Any, where: str) -> Any:
 def _exported(node: State, names: list[str]) -> Iterator[tuple[str, dict[str, Any], float | None]]:
     """For each leaf: its name, what torch keeps for it, and its learning rate."""
     count = int(node.steps.item())
-    if isinstance(node, TorchState):
+    if isinstance(node, from_torch.TorchState):
         rate = node.group["lr"].item() if "lr" in node.group else None
         for name, kept in zip(names, node.per_leaf, strict=True):
             own = {k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in kept.items()}
             yield name, own if count else {}, rate
         return
     rate = node.lr.item() if isinstance(node.lr, Tensor) else None
-    columns = {key: flatten(getattr(node, f))[0] for f, key in KEPT[type(node)].items()}
+    columns = {key: trees.flatten(getattr(node, f))[0] for f, key in KEPT[type(node)].items()}
     for i, name in enumerate(names):
         kept = {key: leaves[i].detach().clone() for key, leaves in columns.items() if leaves}
-        if isinstance(node, AdamState):
+        if isinstance(node, optimizers.AdamState):
             kept = {"step": torch.tensor(float(count)), **kept}
         yield name, kept if count else {}, rate

@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from .._base.claims import bits, memory, rows_as_bytes
-from .file_format import Part, Piece, checks_of, header_of
+from .._base import claims
+from . import file_format
 
 
 try:
@@ -44,24 +44,26 @@ Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 def write_file(
     file: BinaryIO,
-    tensors: Mapping[str, tuple[Piece, Tensor]],
+    tensors: Mapping[str, tuple[file_format.Piece, Tensor]],
     scalars: Mapping[str, Any],
-    part: Part | None = None,
+    part: file_format.Part | None = None,
 ) -> None:
     """Write all of a file: tensors and scalars by their paths."""
     tensors = dict(sorted(tensors.items(), key=lambda it: -it[1][0].dtype.itemsize))
-    header = header_of({path: piece for path, (piece, _) in tensors.items()}, scalars, part)
+    header = file_format.header_of(
+        {path: piece for path, (piece, _) in tensors.items()}, scalars, part
+    )
     file.write(header)
     checks: list[int] = []
     begun = 0
     for _, x in tensors.values():
         check = 0
-        for some in memory(rows_as_bytes(x)):
+        for some in claims.memory(claims.rows_as_bytes(x)):
             check = zlib.crc32(some, check)
             file.write(some)
             begun = _begin_writing(file, begun)
         checks.append(check)
-    file.write(checks_of(header, checks))
+    file.write(file_format.checks_of(header, checks))
 
 
 def _begin_writing(file: BinaryIO, begun: int) -> int:
@@ -77,7 +79,11 @@ def _begin_writing(file: BinaryIO, begun: int) -> int:
 
 
 def read_piece(
-    file: BufferedReader, begin: int, piece: Piece, into: Tensor, at: tuple[int, ...] | None
+    file: BufferedReader,
+    begin: int,
+    piece: file_format.Piece,
+    into: Tensor,
+    at: tuple[int, ...] | None,
 ) -> int | None:
     """Read the numbers that a piece and a block of its leaf have in common; gives their checksum.
 
@@ -99,7 +105,7 @@ def read_piece(
         return None
     x = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
     check = _filled(file, begin, x)
-    source, target = bits(x), bits(into)
+    source, target = claims.bits(x), claims.bits(into)
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         source = source.narrow(dim, start - piece.at[dim], size)
         target = target.narrow(dim, start - at[dim], size)
@@ -111,13 +117,13 @@ def _filled(file: BufferedReader, begin: int, x: Tensor) -> int:
     """Read all numbers of a tensor; gives their checksum."""
     file.seek(begin)
     check = 0
-    for some in memory(x):
+    for some in claims.memory(x):
         file.readinto(some)
         check = zlib.crc32(some, check)
     return check
 
 
-def tile(pieces: Sequence[Piece], whole: tuple[int, ...]) -> bool:
+def tile(pieces: Sequence[file_format.Piece], whole: tuple[int, ...]) -> bool:
     """Whether pieces hold each number of a leaf once, as the cells of a grid do.
 
     The pieces of several ranks are such cells, since a tensor is cut along each dim on its own.

@@ -16,30 +16,17 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.claims import value_in_words
-from .._base.dtensors import (
-    any_sharded,
-    block_of,
-    is_sharded,
-    landed,
-    layout_of,
-    local,
-    resolved,
-    whole_layout,
-)
-from .._base.dtensors import close as in_layout
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Tree, flatten, paths, unflatten
-from .file_format import SCALARS, SHOWN, Contents, Piece, read_header, row_by_row, whole_piece
+from .._base import claims, dtensors, trees
+from .._base.torch_internals import modes
+from . import file_format, shards
 from .files import Path, read_piece, tile, whole_file, write_file
-from .shards import all_or_none, check_parts, files_of, is_ours_to_write, not_whole, save_by_ranks
 
 
 ROOT = "tree"  # what a file calls the tree
 TOO_LONG = 10**4300  # for Python to read it
 
 
-def save(path: Path, tree: Tree) -> None:
+def save(path: Path, tree: trees.Tree) -> None:
     """Write a tree to a file, which afterwards is there whole, or is as it was before.
 
     The rule: ``load(path, like)`` gives the same bits again.
@@ -67,26 +54,32 @@ def save(path: Path, tree: Tree) -> None:
     """
     _check_outside("save")
     values, _, leaves = _read(tree, "tree")
-    scalars = {name: x for name, x in leaves.items() if not isinstance(x, Piece)}
-    if not any_sharded(values):
+    scalars = {name: x for name, x in leaves.items() if not isinstance(x, file_format.Piece)}
+    if not dtensors.any_sharded(values):
         with whole_file(path) as file:
             pairs = zip(leaves.items(), values, strict=True)
-            tensors = {name: (leaf, x) for (name, leaf), x in pairs if isinstance(leaf, Piece)}
+            tensors = {
+                name: (leaf, x) for (name, leaf), x in pairs if isinstance(leaf, file_format.Piece)
+            }
             write_file(file, tensors, scalars)
         return
-    ours: dict[str, tuple[Piece, Tensor]] = {}
+    ours: dict[str, tuple[file_format.Piece, Tensor]] = {}
     words = {
-        name: _said(leaf) if is_sharded(x) else f"{_said(leaf)}: {value_in_words(x)}"
+        name: _said(leaf)
+        if dtensors.is_sharded(x)
+        else f"{_said(leaf)}: {claims.value_in_words(x)}"
         for x, (name, leaf) in zip(values, leaves.items(), strict=True)
     }
-    for i, (x, (name, leaf)) in enumerate(zip(resolved(values), leaves.items(), strict=True)):
-        if isinstance(leaf, Piece) and is_ours_to_write(x, i):
-            at, shape = block_of(x)
-            ours[name] = leaf._replace(at=at, shape=shape), local(x)
-    save_by_ranks(os.fsdecode(path), ours, scalars, words)
+    for i, (x, (name, leaf)) in enumerate(
+        zip(dtensors.resolved(values), leaves.items(), strict=True)
+    ):
+        if isinstance(leaf, file_format.Piece) and shards.is_ours_to_write(x, i):
+            at, shape = dtensors.block_of(x)
+            ours[name] = leaf._replace(at=at, shape=shape), dtensors.local(x)
+    shards.save_by_ranks(os.fsdecode(path), ours, scalars, words)
 
 
-def load(path: Path, like: Tree) -> Tree:
+def load(path: Path, like: trees.Tree) -> trees.Tree:
     """Read a tree that ``save`` wrote: the same bits, in memory of its own.
 
     The rule: the structure and the devices of ``like``, with the numbers of the file. Tensors share
@@ -116,27 +109,29 @@ def load(path: Path, like: Tree) -> Tree:
     _check_outside("load")
     name = os.fsdecode(path)
     values, spec, leaves = _read(like, "like")
-    together = all_or_none(values, name) if any_sharded(values) else nullcontext([0])
+    together = (
+        shards.all_or_none(values, name) if dtensors.any_sharded(values) else nullcontext([0])
+    )
     with together as loaded, ExitStack() as stack:
-        files = [_opened(file, stack, leaves) for file in files_of(name)]
+        files = [_opened(file, stack, leaves) for file in shards.files_of(name)]
         loaded.append(files[0][1].checks[-1])
-        check_parts(name, [(file.name, contents) for file, contents in files])
+        shards.check_parts(name, [(file.name, contents) for file, contents in files])
         every = [contents for _, contents in files]
         _check_alike(name, every, leaves)
         _check_complete(name, every, leaves)
         found = _loaded(files, dict(zip(leaves, values, strict=True)))
-        return unflatten(spec, found)
+        return trees.unflatten(spec, found)
 
 
 # Leaves ------------------------------------------------------------------------------------
 
 
 def _read(
-    tree: Tree, root: str
-) -> tuple[list[Any], optree.PyTreeSpec, dict[str, Piece | bool | int | float | str]]:
+    tree: trees.Tree, root: str
+) -> tuple[list[Any], optree.PyTreeSpec, dict[str, file_format.Piece | bool | int | float | str]]:
     """The leaves of a tree, its structure, and what a file says of each leaf, by its path."""
-    values, spec = flatten(tree)
-    names = paths(spec, ROOT)
+    values, spec = trees.flatten(tree)
+    names = trees.paths(spec, ROOT)
     leaves = {name: _leaf(x, name, root) for x, name in zip(values, names, strict=True)}
     if len(leaves) < len(names):
         seen: set[str] = set()
@@ -147,7 +142,7 @@ def _read(
 
 def _leaf(x: Any, name: str, root: str) -> Any:
     """What a file says of a leaf: a piece, or the scalar itself; others cannot be saved."""
-    if type(x) in SCALARS:
+    if type(x) in file_format.SCALARS:
         if type(x) is int and abs(x) >= TOO_LONG:
             raise ValueError(
                 f"{_named(name, root)} is an int of more than 4,300 digits; expected a "
@@ -162,12 +157,12 @@ def _leaf(x: Any, name: str, root: str) -> Any:
         )
     dtype = x.dtype  # a donated tensor raises here, and says that it is one
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
-    if not plain and not is_sharded(x):
+    if not plain and not dtensors.is_sharded(x):
         raise TypeError(
             f"{_named(name, root)} is a {type(x).__name__}, a tensor that may hold its "
             "numbers anywhere; expected a plain tensor, or a DTensor."
         )
-    here = x if plain else local(x)
+    here = x if plain else dtensors.local(x)
     dense = here.layout == torch.strided and not here.is_quantized
     if not dense or here.is_meta or (here.numel() and not here.data_ptr()):
         raise TypeError(
@@ -176,18 +171,20 @@ def _leaf(x: Any, name: str, root: str) -> Any:
             "cannot be saved."
         )
     shape, strides = tuple(x.shape), x.stride()
-    if strides != row_by_row(shape):
+    if strides != file_format.row_by_row(shape):
         # The order in memory decides bits of what is computed later: channels_last is kept.
         like = x if plain else torch.empty_strided(shape, strides, device="meta")
         strides = torch.empty_like(like, device="meta").stride()
-    return whole_piece(dtype, shape, strides)
+    return file_format.whole_piece(dtype, shape, strides)
 
 
 def _named(name: str, root: str) -> str:
     return root + name.removeprefix(ROOT)
 
 
-def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]) -> None:
+def _check_alike(
+    path: str, files: Sequence[file_format.Contents], wanted: Mapping[str, Any]
+) -> None:
     """Raise where the files are not all of a tree like the wanted one, and name what is off."""
     came: set[str] = set()
     other: dict[str, Any] = {}
@@ -206,7 +203,9 @@ def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]
     if off:
         count = len(off) - len(more)
         count += max(len(more), *(contents.count_of_others for contents in files))
-        shown = off[:SHOWN] + ([f"and {count - SHOWN} more"] if count > SHOWN else [])
+        shown = off[: file_format.SHOWN] + (
+            [f"and {count - file_format.SHOWN} more"] if count > file_format.SHOWN else []
+        )
         raise ValueError(
             f"{path!r} holds another tree than like: {count} leaves are off. Of another model, "
             "optimizer, loss scale or window? Make like as the saved tree was made."
@@ -214,24 +213,26 @@ def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]
         )
 
 
-def _check_complete(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]) -> None:
+def _check_complete(
+    path: str, files: Sequence[file_format.Contents], wanted: Mapping[str, Any]
+) -> None:
     """Raise where parts of a leaf are missing in the files, or twice."""
     for name, leaf in wanted.items():
-        if isinstance(leaf, Piece):
+        if isinstance(leaf, file_format.Piece):
             pieces = [contents.pieces[name] for contents in files if name in contents.pieces]
             if not tile(pieces, leaf.whole):
                 why = f"parts of {name} are not there, or twice. Of several saves, or damaged"
-                raise ValueError(not_whole(path, why))
+                raise ValueError(shards.not_whole(path, why))
 
 
 def _is_alike(came: Any, leaf: Any) -> bool:
-    if isinstance(leaf, Piece) and isinstance(came, Piece):
+    if isinstance(leaf, file_format.Piece) and isinstance(came, file_format.Piece):
         return came.whole == leaf.whole and came.dtype == leaf.dtype
     return type(came) is type(leaf)
 
 
 def _said(leaf: Any) -> str:
-    if isinstance(leaf, Piece):
+    if isinstance(leaf, file_format.Piece):
         return f"{str(leaf.dtype).removeprefix('torch.')} of shape {leaf.whole}"
     return f"a Python {type(leaf).__name__}"
 
@@ -241,22 +242,24 @@ def _said(leaf: Any) -> str:
 
 def _opened(
     name: str, stack: ExitStack, wanted: Mapping[str, Any]
-) -> tuple[BufferedReader, Contents]:
+) -> tuple[BufferedReader, file_format.Contents]:
     """An open file and what it holds; a folder cannot be read, and a pipe might never end."""
     if not stat.S_ISREG(os.stat(name).st_mode):
-        raise ValueError(not_whole(name, "it is not a file"))
+        raise ValueError(shards.not_whole(name, "it is not a file"))
     file = stack.enter_context(open(name, "rb"))  # noqa: SIM115
     try:
-        return file, read_header(file, wanted)
+        return file, file_format.read_header(file, wanted)
     except ValueError as error:
-        raise ValueError(not_whole(name, str(error))) from error
+        raise ValueError(shards.not_whole(name, str(error))) from error
 
 
-def _loaded(files: Sequence[tuple[BufferedReader, Contents]], like: Mapping[str, Any]) -> list[Any]:
+def _loaded(
+    files: Sequence[tuple[BufferedReader, file_format.Contents]], like: Mapping[str, Any]
+) -> list[Any]:
     """The leaves, with the numbers of the files."""
     found: dict[str, Any] = {}
     blocks: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # of DTensors, and where they begin
-    spread = any_sharded(list(like.values()))
+    spread = dtensors.any_sharded(list(like.values()))
     for file, contents in files:
         found |= contents.scalars
         begin = contents.begin
@@ -264,35 +267,39 @@ def _loaded(files: Sequence[tuple[BufferedReader, Contents]], like: Mapping[str,
             if (x := found.get(name)) is None:
                 x = found[name] = _empty(like[name], piece, spread)
                 if spread:
-                    blocks[name] = local(x), block_of(x)[0]
+                    blocks[name] = dtensors.local(x), dtensors.block_of(x)[0]
             check = read_piece(file, begin, piece, *(blocks[name] if spread else (x, None)))
             if check is not None and check != wanted:
                 why = f"the checksum of {name} is another. Damaged"
-                raise ValueError(not_whole(file.name, why))
+                raise ValueError(shards.not_whole(file.name, why))
             begin += piece.nbytes
     return [_in_place_of(found[name], x) if spread else found[name] for name, x in like.items()]
 
 
-def _empty(like: Any, piece: Piece, spread: bool) -> Any:
+def _empty(like: Any, piece: file_format.Piece, spread: bool) -> Any:
     """Memory for a leaf; nobody sees it before every number is there."""
-    at = layout_of(like) if spread else None
+    at = dtensors.layout_of(like) if spread else None
     if at is None:
         strides = piece.strides
         return torch.empty_strided(piece.whole, strides, dtype=piece.dtype, device=like.device)
-    part = torch.empty_like(local(like), requires_grad=False)
-    return in_layout(part, whole_layout(at))
+    part = torch.empty_like(dtensors.local(like), requires_grad=False)
+    return dtensors.close(part, dtensors.whole_layout(at))
 
 
 def _in_place_of(x: Any, old: Any) -> Any:
     """A leaf in the layout of another one: the first rank of a sum over ranks gets all of it."""
-    if type(x) is Tensor or (at := layout_of(old)) is None or at == whole_layout(at):
+    if (
+        type(x) is Tensor
+        or (at := dtensors.layout_of(old)) is None
+        or at == dtensors.whole_layout(at)
+    ):
         return x
-    part = landed(x, at)
-    return in_layout(torch.zeros_like(local(x)) if part is None else part, at)
+    part = dtensors.landed(x, at)
+    return dtensors.close(torch.zeros_like(dtensors.local(x)) if part is None else part, at)
 
 
 def _check_outside(what: str) -> None:
-    if transform_active():
+    if modes.transform_active():
         raise RuntimeError(
             f"{what} works on files: call it outside of torch.func's transforms and compiled code."
         )

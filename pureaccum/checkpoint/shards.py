@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.claims import Table, between_ranks, differences
-from .._base.dtensors import largest, layout_of
-from .file_format import Contents, Part, Piece
+from .._base import claims, dtensors
+from . import file_format
 from .files import whole_folder, write_file
 
 
@@ -30,7 +29,7 @@ def is_ours_to_write(x: Any, i: int) -> bool:
 
     The leaves go round, so that all ranks write about as much.
     """
-    at = layout_of(x)
+    at = dtensors.layout_of(x)
     if at is None:
         return i % dist.get_world_size() == dist.get_rank()
     coordinate = at.mesh.get_coordinate()
@@ -43,9 +42,9 @@ def is_ours_to_write(x: Any, i: int) -> bool:
 
 def save_by_ranks(
     path: str,
-    tensors: Mapping[str, tuple[Piece, Tensor]],
+    tensors: Mapping[str, tuple[file_format.Piece, Tensor]],
     scalars: Mapping[str, Any],
-    words: Table,
+    words: claims.Table,
 ) -> None:
     """Write a checkpoint, of which this rank writes the tensors, and the first one the scalars.
 
@@ -60,7 +59,7 @@ def save_by_ranks(
 
         begun = _on_all_ranks(begin)
         if len({check for check, _, _ in begun}) > 1:
-            found = differences(tuple(_on_all_ranks(lambda: words)))
+            found = claims.differences(tuple(_on_all_ranks(lambda: words)))
             raise ValueError(
                 f"the ranks do not hold the same tree: {found} What is no DTensor is "
                 "saved once for all of them; what is a rank's own goes into a file of its own."
@@ -69,7 +68,9 @@ def save_by_ranks(
 
         def write() -> None:
             with open(os.path.join(folder, _name(rank + 1, world)), "xb") as file:
-                write_file(file, tensors, {} if rank else scalars, Part(save, rank + 1, world))
+                write_file(
+                    file, tensors, {} if rank else scalars, file_format.Part(save, rank + 1, world)
+                )
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -95,9 +96,9 @@ def files_of(path: str) -> list[str]:
     return [os.path.join(path, name) for name in files]
 
 
-def check_parts(path: str, files: Sequence[tuple[str, Contents]]) -> None:
+def check_parts(path: str, files: Sequence[tuple[str, file_format.Contents]]) -> None:
     """Check that all files belong to one save, and each is in its place."""
-    parts = [contents.part or Part("", 0, 0) for _, contents in files]
+    parts = [contents.part or file_format.Part("", 0, 0) for _, contents in files]
     if files[0][0] == path:
         if parts[0].shards:
             why = f"it is shard {parts[0].shard} of {parts[0].shards}. Load the folder of them"
@@ -109,7 +110,7 @@ def check_parts(path: str, files: Sequence[tuple[str, Contents]]) -> None:
         if part.save != usual:
             why = f"it is of another save than {files[saves.index(usual)][0]!r}"
             raise ValueError(not_whole(name, f"{why}. Copied from elsewhere"))
-        if part != Part(usual, i, len(files)):
+        if part != file_format.Part(usual, i, len(files)):
             why = f"it was written as shard {part.shard} of {part.shards}. Renamed"
             raise ValueError(not_whole(name, why))
 
@@ -133,8 +134,10 @@ def all_or_none(leaves: Sequence[Any], path: str) -> Generator[list[int]]:
     named = error and _NAME.search(str(error))
     number = int(named[1]) if named else _NONE if error else 0
     told = torch.tensor([number, loaded[-1], -loaded[-1]])
-    with between_ranks(f"{path!r} was not loaded", "Nothing was changed."):
-        worst, most, least = largest(told, [layout_of(x) for x in leaves]).tolist()
+    with claims.between_ranks(f"{path!r} was not loaded", "Nothing was changed."):
+        worst, most, least = dtensors.largest(
+            told, [dtensors.layout_of(x) for x in leaves]
+        ).tolist()
     if error is not None:
         raise error
     if worst:
@@ -168,7 +171,9 @@ def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
         error = raised
     told: list[Any] = [None] * dist.get_world_size()
     says = error if isinstance(error, OSError | None) else OSError(f"{error!r}")
-    with between_ranks("the checkpoint was not saved", "What was saved before is as it was."):
+    with claims.between_ranks(
+        "the checkpoint was not saved", "What was saved before is as it was."
+    ):
         dist.all_gather_object(told, (result, says))
     if error is not None:
         raise error

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_fits, check_int, check_number, check_state, read_params
-from .._base.states import loadable
-from .._base.trees import Tree, as_scalar_of, flatten, global_norm, tree_map, unflatten
-from .derivatives import inner
+from .._base import checks, states, trees
+from . import derivatives
 
 
-@loadable
+@states.loadable
 class CGState(NamedTuple):
     """Where a solution stands.
 
@@ -45,9 +43,9 @@ class CGState(NamedTuple):
         (tensor([1., 2.]), tensor(1))
     """
 
-    x: Tree
-    residual: Tree
-    direction: Tree
+    x: trees.Tree
+    residual: trees.Tree
+    direction: trees.Tree
     energy: Tensor
     norm: Tensor
     target: Tensor
@@ -74,10 +72,10 @@ class CG(NamedTuple):
 
 
 def cg(  # noqa: D417
-    product: Callable[[Tree], Tree],
+    product: Callable[[trees.Tree], trees.Tree],
     *,
     damping: float = 0.0,
-    preconditioner: Callable[[Tree], Tree] | None = None,
+    preconditioner: Callable[[trees.Tree], trees.Tree] | None = None,
     rtol: float = 1e-5,
     atol: float = 0.0,
 ) -> CG:
@@ -111,8 +109,8 @@ def cg(  # noqa: D417
         Hestenes and Stiefel, `Methods of conjugate gradients for solving linear systems
         <https://doi.org/10.6028/jres.049.044>`_, 1952.
     """
-    damping = check_number(damping, "damping")
-    rtol, atol = check_number(rtol, "rtol"), check_number(atol, "atol")
+    damping = checks.check_number(damping, "damping")
+    rtol, atol = checks.check_number(rtol, "rtol"), checks.check_number(atol, "atol")
     system = _System(
         product=product, preconditioner=preconditioner, damping=damping, rtol=rtol, atol=atol
     )
@@ -122,66 +120,68 @@ def cg(  # noqa: D417
 class _System(NamedTuple):
     """A system of equations, but for its right side."""
 
-    product: Callable[[Tree], Tree]
-    preconditioner: Callable[[Tree], Tree] | None
+    product: Callable[[trees.Tree], trees.Tree]
+    preconditioner: Callable[[trees.Tree], trees.Tree] | None
     damping: float
     rtol: float
     atol: float
 
-    def init(self, b: Tree, x: Tree | None = None) -> CGState:
-        leaves, spec = read_params(b, "b")
+    def init(self, b: trees.Tree, x: trees.Tree | None = None) -> CGState:
+        leaves, spec = checks.read_params(b, "b")
         if x is None:
-            x, residual = tree_map(torch.zeros_like, b), tree_map(torch.clone, b)
+            x, residual = trees.tree_map(torch.zeros_like, b), trees.tree_map(torch.clone, b)
         else:
             given = _like(x, leaves, spec, "x")
-            x = unflatten(spec, [each.clone() for each in given])
+            x = trees.unflatten(spec, [each.clone() for each in given])
             pairs = zip(leaves, self.times(x), strict=True)
-            residual = unflatten(spec, [one - other for one, other in pairs])
+            residual = trees.unflatten(spec, [one - other for one, other in pairs])
         z = self.conditioned(residual)
-        norm = inner(leaves, leaves, torch.float64).sqrt()
+        norm = derivatives.inner(leaves, leaves, torch.float64).sqrt()
         return CGState(
             x=x,
             residual=residual,
-            direction=unflatten(spec, [each.clone() for each in z]),
-            energy=inner(flatten(residual)[0], z, torch.float64),
-            norm=global_norm(residual).double(),
+            direction=trees.unflatten(spec, [each.clone() for each in z]),
+            energy=derivatives.inner(trees.flatten(residual)[0], z, torch.float64),
+            norm=trees.global_norm(residual).double(),
             target=(self.rtol * norm).clamp(min=self.atol),
             curvature=torch.full_like(norm, torch.inf),
             steps=torch.zeros_like(norm, dtype=torch.int64),
         )
 
     def update(self, state: CGState) -> CGState:
-        check_state(state, CGState, "cg")
-        xs, spec = flatten(state.x)
-        rs, ps = flatten(state.residual)[0], flatten(state.direction)[0]
+        checks.check_state(state, CGState, "cg")
+        xs, spec = trees.flatten(state.x)
+        rs, ps = trees.flatten(state.residual)[0], trees.flatten(state.direction)[0]
         qs = self.times(state.direction)
-        curvature = inner(ps, qs, torch.float64)
+        curvature = derivatives.inner(ps, qs, torch.float64)
         goes = (state.norm > state.target) & (state.curvature > 0)
         curvature = torch.where(goes, curvature, state.curvature)
         goes = goes & (curvature > 0)
         length = state.energy / torch.where(goes, curvature, 1.0)
-        residual = unflatten(spec, _plus(rs, -length, qs))
+        residual = trees.unflatten(spec, _plus(rs, -length, qs))
         zs = self.conditioned(residual)
-        energy = inner(flatten(residual)[0], zs, torch.float64)
+        energy = derivatives.inner(trees.flatten(residual)[0], zs, torch.float64)
         ratio = energy / torch.where(goes, state.energy, 1.0)
         new = CGState(
-            x=unflatten(spec, _plus(xs, length, ps)),
+            x=trees.unflatten(spec, _plus(xs, length, ps)),
             residual=residual,
-            direction=unflatten(spec, _plus(zs, ratio, ps)),
+            direction=trees.unflatten(spec, _plus(zs, ratio, ps)),
             energy=energy,
-            norm=global_norm(residual).double(),
+            norm=trees.global_norm(residual).double(),
             target=state.target,
             curvature=curvature,
             steps=state.steps + goes,
         )
         # Selected, and never multiplied: what is not taken may not be finite.
-        kept = tree_map(lambda a, b: torch.where(goes.to(a.device), a, b), new, state)
+        kept = trees.tree_map(lambda a, b: torch.where(goes.to(a.device), a, b), new, state)
         return kept._replace(curvature=curvature)
 
     def run(self, state: CGState, steps: int | None = None) -> CGState:
-        check_state(state, CGState, "cg")
-        numbers = sum(x.numel() for x in flatten(state.x)[0])
-        most = 10 * numbers if steps is None else check_int(steps, "steps", "an int from 0", 0)
+        checks.check_state(state, CGState, "cg")
+        numbers = sum(x.numel() for x in trees.flatten(state.x)[0])
+        most = (
+            10 * numbers if steps is None else checks.check_int(steps, "steps", "an int from 0", 0)
+        )
         while most > 0 and _unsolved(state):
             state, most = self.update(state), most - 1
         if _unsolved(state) and steps is None:
@@ -194,14 +194,14 @@ class _System(NamedTuple):
             )
         return state
 
-    def times(self, direction: Tree) -> list[Tensor]:
-        given, spec = flatten(direction)
+    def times(self, direction: trees.Tree) -> list[Tensor]:
+        given, spec = trees.flatten(direction)
         found = _like(self.product(direction), given, spec, "what product gave")
         pairs = zip(found, given, strict=True)
         return [q + self.damping * p if self.damping else q for q, p in pairs]
 
-    def conditioned(self, residual: Tree) -> list[Tensor]:
-        given, spec = flatten(residual)
+    def conditioned(self, residual: trees.Tree) -> list[Tensor]:
+        given, spec = trees.flatten(residual)
         if self.preconditioner is None:
             return given
         return _like(self.preconditioner(residual), given, spec, "what preconditioner gave")
@@ -229,10 +229,10 @@ def _unsolved(state: CGState) -> bool:
 
 
 def _plus(xs: Sequence[Tensor], by: Tensor, ys: Sequence[Tensor]) -> list[Tensor]:
-    return [x + as_scalar_of(x, by) * y for x, y in zip(xs, ys, strict=True)]
+    return [x + trees.as_scalar_of(x, by) * y for x, y in zip(xs, ys, strict=True)]
 
 
-def _like(tree: Tree, like: Sequence[Tensor], spec: Any, name: str) -> list[Tensor]:
-    leaves, came = flatten(tree)
-    check_fits(leaves, came, like, spec, (name, "b"), "All vectors of a system are like b.")
+def _like(tree: trees.Tree, like: Sequence[Tensor], spec: Any, name: str) -> list[Tensor]:
+    leaves, came = trees.flatten(tree)
+    checks.check_fits(leaves, came, like, spec, (name, "b"), "All vectors of a system are like b.")
     return leaves

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
-from .._base.random_state import generators, restore
-from .._base.torch_internals.autograd import saved_tensors_hooks_allowed
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import accumulation_dtype, real_parts
+from .._base import random_state, trees
+from .._base.torch_internals import autograd, modes
 
 
 def gradient(
@@ -27,7 +25,7 @@ def gradient(
     """A number, its gradients, which can be differentiated again, and what comes beside it."""
     # Plain autograd takes a tenth less time. But a loss that may reach other ranks has to tell this
     # backward pass from that of the product, and torch.func gives it a level of its own.
-    if transform_active() or (dist.is_available() and dist.is_initialized()):
+    if modes.transform_active() or (dist.is_available() and dist.is_initialized()):
         total, pull, beside = torch.func.vjp(func, *xs, has_aux=True)  # pyright: ignore
         return total, pull(torch.ones_like(total)), beside
     xs = [x if x.requires_grad else x.detach().requires_grad_() for x in xs]
@@ -42,9 +40,13 @@ def inner(
 ) -> Tensor:
     """The inner product of two lists, real, where None is zero; in ``dtype`` at least."""
     terms: list[Tensor] = []
-    pairs = [(real_parts(x), real_parts(y)) for x, y in zip(a, b, strict=True) if x is not None]
+    pairs = [
+        (trees.real_parts(x), trees.real_parts(y))
+        for x, y in zip(a, b, strict=True)
+        if x is not None
+    ]
     for x, y in pairs:  # made wide first, since a product has more bits than its factors
-        wide = accumulation_dtype(torch.promote_types(x.dtype, y.dtype), dtype)
+        wide = trees.accumulation_dtype(torch.promote_types(x.dtype, y.dtype), dtype)
         terms.append((x.to(wide) * y.to(wide)).sum())
     return sum([x.to(b[0].device) for x in terms], torch.zeros((), device=b[0].device))
 
@@ -89,18 +91,18 @@ class Pushing:
 
     def found(self, func: Function, at: Sequence[Tensor], moving: Sequence[Tensor]) -> "Found":
         """By forward AD, unless torch has none, or a checkpoint would forget tangents."""
-        if not transform_active() and saved_tensors_hooks_allowed():
+        if not modes.transform_active() and autograd.saved_tensors_hooks_allowed():
             return _by_pulling_twice(func, at, moving)
         if torch.compiler.is_compiling() or self.has_forward_ad:
             return _by_forward_ad(func, at, moving)
         if self.has_forward_ad is None:
-            before = generators({x.device for x in at})
+            before = random_state.generators({x.device for x in at})
             try:
                 found = _by_forward_ad(func, at, moving)
             except Exception as error:
                 if not any(words in str(error) for words in _NO_FORWARD_AD):
                     raise
-                restore(before)
+                random_state.restore(before)
             else:
                 self.has_forward_ad = True
                 return found
@@ -122,7 +124,7 @@ _ALONE = threading.RLock()  # torch has one forward AD for all threads, and mixe
 
 def _by_forward_ad(func: Function, leaves: Sequence[Tensor], moving: Sequence[Tensor]) -> Found:
     with nullcontext() if torch.compiler.is_compiling() else _ALONE:
-        if transform_active():
+        if modes.transform_active():
             return torch.func.jvp(func, tuple(leaves), tuple(moving), has_aux=True)  # pyright: ignore
         with dual_level():  # in three quarters of the time
             outs, beside = func(*map(make_dual, leaves, moving))
@@ -133,7 +135,7 @@ def _by_forward_ad(func: Function, leaves: Sequence[Tensor], moving: Sequence[Te
 
 def _by_pulling_twice(func: Function, leaves: Sequence[Tensor], moving: Sequence[Tensor]) -> Found:
     """A pullback is linear in its cotangents, and its own derivative in them is what is wanted."""
-    if transform_active():
+    if modes.transform_active():
         outs, pull, beside = torch.func.vjp(func, *leaves, has_aux=True)  # pyright: ignore
         zeros = [torch.zeros_like(x) for x in outs]
         _, pull_again = torch.func.vjp(lambda *c: pull([*c]), *zeros)  # pyright: ignore

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_fits, check_int, here, read_params
-from .._base.states import loadable
-from .._base.trees import Tree, accumulation_dtype, flatten, real_parts, unflatten
-from .._pure.keys import fold_in, uniform
-from .derivatives import inner
+from .._base import checks, states, trees
+from .._pure import keys
+from . import derivatives
 
 
-@loadable
+@states.loadable
 class Estimate(NamedTuple):
     """An estimate that is right on average, and how far it is from that.
 
@@ -36,12 +34,17 @@ class Estimate(NamedTuple):
         Estimate(mean=tensor(6., dtype=torch.float64), error=tensor(0., dtype=torch.float64))
     """
 
-    mean: Tree
-    error: Tree
+    mean: trees.Tree
+    error: trees.Tree
 
 
 def diagonal(
-    product: Callable[[Tree], Tree], like: Tree, *, key: Tensor, samples: int, check: bool = True
+    product: Callable[[trees.Tree], trees.Tree],
+    like: trees.Tree,
+    *,
+    key: Tensor,
+    samples: int,
+    check: bool = True,
 ) -> Estimate:
     """Estimate the diagonal of a symmetric matrix from its products with random signs.
 
@@ -73,17 +76,22 @@ def diagonal(
         Bekas, Kokiopoulou and Saad, `An estimator for the diagonal of a matrix
         <https://doi.org/10.1016/j.apnum.2007.01.003>`_, 2007.
     """
-    leaves, spec = read_params(like, "like")
+    leaves, spec = checks.read_params(like, "like")
 
     def sample(signs: list[Tensor], found: list[Tensor]) -> list[Tensor]:
         return [_by_parts(z, x) for z, x in zip(signs, found, strict=True)]
 
     means, errors = _estimate(product, leaves, spec, key, samples, check, sample)
-    return Estimate(unflatten(spec, means), unflatten(spec, errors))
+    return Estimate(trees.unflatten(spec, means), trees.unflatten(spec, errors))
 
 
 def trace(  # noqa: D417
-    product: Callable[[Tree], Tree], like: Tree, *, key: Tensor, samples: int, check: bool = True
+    product: Callable[[trees.Tree], trees.Tree],
+    like: trees.Tree,
+    *,
+    key: Tensor,
+    samples: int,
+    check: bool = True,
 ) -> Estimate:
     """Estimate the trace of a symmetric matrix from its products with random signs.
 
@@ -106,17 +114,17 @@ def trace(  # noqa: D417
         Hutchinson, `A stochastic estimator of the trace of the influence matrix
         <https://doi.org/10.1080/03610918908812806>`_, 1989.
     """
-    leaves, spec = read_params(like, "like")
+    leaves, spec = checks.read_params(like, "like")
 
     def sample(signs: list[Tensor], found: list[Tensor]) -> list[Tensor]:
-        return [inner(signs, found, torch.float64)]
+        return [derivatives.inner(signs, found, torch.float64)]
 
     (mean,), (error,) = _estimate(product, leaves, spec, key, samples, check, sample)
     return Estimate(mean, error)
 
 
 def _estimate(
-    product: Callable[[Tree], Tree],
+    product: Callable[[trees.Tree], trees.Tree],
     leaves: list[Tensor],
     spec: Any,
     key: Tensor,
@@ -125,19 +133,19 @@ def _estimate(
     sample: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The mean of what samples give, and its standard error."""
-    samples = check_int(samples, "samples", "an int of at least 1", 1)
+    samples = checks.check_int(samples, "samples", "an int of at least 1", 1)
     means: list[Tensor] = []
     spread: list[Tensor] = []  # of real numbers: Σ (x - mean)² after each sample
     for i in range(samples):
-        signs = [_signs(fold_in(fold_in(key, i), n), x) for n, x in enumerate(leaves)]
-        before, here.compares = here.compares, here.compares and check
+        signs = [_signs(keys.fold_in(keys.fold_in(key, i), n), x) for n, x in enumerate(leaves)]
+        before, checks.here.compares = checks.here.compares, checks.here.compares and check
         try:
-            found, found_spec = flatten(product(unflatten(spec, signs)))
+            found, found_spec = trees.flatten(product(trees.unflatten(spec, signs)))
         finally:
-            here.compares = before
+            checks.here.compares = before
         names = "what product gave", "like"
 
-        check_fits(found, found_spec, leaves, spec, names, "product(v) is like v.")
+        checks.check_fits(found, found_spec, leaves, spec, names, "product(v) is like v.")
         seen = sample(signs, found)
         if not means:
             means, spread = seen, [torch.zeros_like(x) for x in seen]
@@ -152,16 +160,20 @@ def _estimate(
 
 def _by_parts(z: Tensor, x: Tensor) -> Tensor:
     """The product of two tensors, of complex ones part by part."""
-    product = (real_parts(z) * real_parts(x)).to(accumulation_dtype(real_parts(x).dtype))
+    product = (trees.real_parts(z) * trees.real_parts(x)).to(
+        trees.accumulation_dtype(trees.real_parts(x).dtype)
+    )
     return torch.view_as_complex(product) if x.is_complex() else product
 
 
 def _by_root(x: Tensor) -> Tensor:
-    root = real_parts(x).sqrt()
+    root = trees.real_parts(x).sqrt()
     return torch.view_as_complex(root) if x.is_complex() else root
 
 
 def _signs(key: Tensor, like: Tensor) -> Tensor:
     """1 or -1 for each number, and for both parts of a complex one."""
-    signs = torch.where(uniform(key.to(like.device), real_parts(like).shape) < 0.5, -1.0, 1.0)
+    signs = torch.where(
+        keys.uniform(key.to(like.device), trees.real_parts(like).shape) < 0.5, -1.0, 1.0
+    )
     return torch.view_as_complex(signs).to(like.dtype) if like.is_complex() else signs.to(like)

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import read_params
-from .._base.trees import Tree, accumulation_dtype, flatten, paths, unflatten, widest_dtype
+from .._base import checks, trees
 
 
 class Operator(NamedTuple):
@@ -40,29 +39,29 @@ class Operator(NamedTuple):
         <https://github.com/f-dangel/curvlinops>`_
     """
 
-    product: Callable[[Tree], Tree]
-    like: Tree
+    product: Callable[[trees.Tree], trees.Tree]
+    like: trees.Tree
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix."""
-        n = sum(x.numel() for x in read_params(self.like, "like")[0])
+        n = sum(x.numel() for x in checks.read_params(self.like, "like")[0])
         return n, n
 
-    def __matmul__(self, v: Tree) -> Tree:
+    def __matmul__(self, v: trees.Tree) -> trees.Tree:
         """The product with a tree, with a flat vector, or with the columns of a matrix."""
-        leaves, spec = read_params(self.like, "like")
+        leaves, spec = checks.read_params(self.like, "like")
         if not isinstance(v, Tensor) or (len(leaves) == 1 and v.shape == leaves[0].shape):
             return self.product(v)
         n, _ = self.shape
         if v.dim() not in (1, 2) or len(v) != n:
             raise ValueError(
                 f"the operator is {n} × {n}, and was multiplied by a tensor of shape "
-                f"{tuple(v.shape)}; expected a tree like {paths(spec, 'like')}, a vector ({n},) or "
-                f"a matrix ({n}, k)."
+                f"{tuple(v.shape)}; expected a tree like {trees.paths(spec, 'like')}, a vector "
+                f"({n},) or a matrix ({n}, k)."
             )
         columns = v.unsqueeze(1) if v.dim() == 1 else v
-        found = [_flat(self.product(unflatten(spec, _split(x, leaves)))) for x in columns.T]
+        found = [_flat(self.product(trees.unflatten(spec, _split(x, leaves)))) for x in columns.T]
         out = torch.stack(found, 1) if found else v.clone()
         return out.to(v.dtype).view(v.shape)
 
@@ -71,8 +70,8 @@ class Operator(NamedTuple):
 
         It has the widest dtype of the leaves, and copies vectors to the device of the first leaf.
         """
-        leaves, spec = read_params(self.like, "like")
-        for name, x in zip(paths(spec, "like"), leaves, strict=True):
+        leaves, spec = checks.read_params(self.like, "like")
+        for name, x in zip(trees.paths(spec, "like"), leaves, strict=True):
             if x.is_complex():
                 raise TypeError(
                     f"{name} is {x.dtype}; the curvature of a real loss is linear in its real and "
@@ -82,7 +81,7 @@ class Operator(NamedTuple):
             from scipy.sparse.linalg import LinearOperator  # pyright: ignore
         except ImportError as error:
             raise ImportError("to_scipy() needs SciPy: pip install 'pureaccum[scipy]'.") from error
-        dtype = accumulation_dtype(widest_dtype(leaves))  # NumPy knows no bfloat16
+        dtype = trees.accumulation_dtype(trees.widest_dtype(leaves))  # NumPy knows no bfloat16
         device = leaves[0].device
 
         def product(v: Any) -> Any:
@@ -100,7 +99,7 @@ def _split(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [part.to(leaf.device, leaf.dtype).view(leaf.shape) for part, leaf in pairs]
 
 
-def _flat(tree: Tree) -> Tensor:
-    leaves, _ = flatten(tree)
-    device, dtype = leaves[0].device, widest_dtype(leaves)
+def _flat(tree: trees.Tree) -> Tensor:
+    leaves, _ = trees.flatten(tree)
+    device, dtype = leaves[0].device, trees.widest_dtype(leaves)
     return torch.cat([x.reshape(-1).to(device, dtype) for x in leaves])

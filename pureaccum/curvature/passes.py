@@ -19,32 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._base.claims import nothing_of, tied
-from .._base.checks import (
-    check_argnums,
-    check_fits,
-    here,
-    outside_inference_mode,
-    positions,
-    read_params,
+from .._base import checks, claims, deterministic, dtensors, refusals, trees
+from .._base.torch_internals import autograd, modes
+from .._core import (
+    auto_size,
+    batches,
+    differences,
+    evaluation,
+    history,
+    losses,
+    precision,
+    transforms,
+    writes,
 )
-from .._base.deterministic import cast_tree
-from .._base.dtensors import refuse_sharded
-from .._base.refusals import advise_on_curvature
-from .._base.torch_internals.autograd import in_backward
-from .._base.torch_internals.modes import at_top_level, may_write, transform_active
-from .._base.trees import Tree, flatten, paths, unflatten
 from .._core.accumulator import accumulator
-from .._core.auto_size import is_auto
-from .._core.batches import check_size, cut_batch, read_batch
-from .._core.differences import Miss, SecondOrder, misses
-from .._core.evaluation import parts_of_streams
 from .._core.exchange import exchange
-from .._core.history import refusing_backward, with_history
-from .._core.losses import Reduction, read
-from .._core.precision import InDtype
-from .._core.transforms import grad_and_value
-from .._core.writes import Given, Known, known_of, knows, remember, unguarded
 
 
 class Summation(NamedTuple):
@@ -52,14 +41,14 @@ class Summation(NamedTuple):
 
     batch_argnums: int | tuple[int, ...]
     microbatch_size: Any = None
-    reduction: Reduction = "mean"
+    reduction: losses.Reduction = "mean"
     stream: bool = False
     group: Any = None
 
 
 def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Summation) -> Any:
     """The gradients of what ``func`` gives, and its value, over a batch, a stream, or ranks."""
-    at = check_argnums(over.batch_argnums, "batch_argnums")
+    at = checks.check_argnums(over.batch_argnums, "batch_argnums")
     for i in at:
         if i < 0:
             raise ValueError(
@@ -72,13 +61,13 @@ def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Summati
         summed = _over_parts(func, wrt, at, over, knobs)
     else:
         knobs |= {"batch_argnums": over.batch_argnums, "microbatch_size": over.microbatch_size}
-        summed = grad_and_value(func, wrt, **knobs)
+        summed = transforms.grad_and_value(func, wrt, **knobs)
 
     def advised(*args: Any) -> Any:
         try:
             return summed(*args)
         except RuntimeError as error:
-            advise_on_curvature(error)
+            refusals.advise_on_curvature(error)
             raise
 
     return advised
@@ -89,22 +78,22 @@ def _over_parts(
 ) -> Callable[..., Any]:
     """The same of what no call has as a whole: by an accumulator, microbatch by microbatch."""
     size, group = over.microbatch_size, over.group
-    if is_auto(size):
+    if auto_size.is_auto(size):
         raise ValueError(
             "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "
             "expected a number of rows."
         )
-    size = None if size is None else check_size(size)
+    size = None if size is None else batches.check_size(size)
 
-    def of_moved(moved: list[Tree], *args: Any) -> Any:
+    def of_moved(moved: list[trees.Tree], *args: Any) -> Any:
         given = [*args]
         for i, x in zip(wrt, moved, strict=True):  # wrt may count from the right
             given[i] = x
         return func(*given)
 
-    def summed(*args: Any) -> tuple[tuple[Tree, ...], Tensor]:
-        where = positions(at, len(args), "batch_argnums")
-        held = transform_active() and group is not None
+    def summed(*args: Any) -> tuple[tuple[trees.Tree, ...], Tensor]:
+        where = checks.positions(at, len(args), "batch_argnums")
+        held = modes.transform_active() and group is not None
         if held:  # by all ranks, each of which is to have the whole derivative of it
             args = tuple(
                 x if i in where else exchange("copy", x, group) for i, x in enumerate(args)
@@ -114,17 +103,17 @@ def _over_parts(
         state = acc.init(moved)
         nothing = "curvature" if group is None else ""
         batch = {i: args[i] for i in where}
-        for part in parts_of_streams(batch, size, nothing, stream=over.stream):
+        for part in evaluation.parts_of_streams(batch, size, nothing, stream=over.stream):
             given = [part.get(i, x) for i, x in enumerate(args)]
-            state = acc.update(state, moved, *given, donate=may_write())
+            state = acc.update(state, moved, *given, donate=modes.may_write())
         if held:
-            state = tied(state, nothing_of(args, state.total.device))
+            state = claims.tied(state, claims.nothing_of(args, state.total.device))
         if group is not None:
             state = exchange("total", state, group)
         grads, value = acc.finalize(state)
-        leaves, spec = flatten(moved)
-        grads = [g.to(x.dtype) for g, x in zip(flatten(grads)[0], leaves, strict=True)]
-        return tuple(unflatten(spec, grads)), value
+        leaves, spec = trees.flatten(moved)
+        grads = [g.to(x.dtype) for g, x in zip(trees.flatten(grads)[0], leaves, strict=True)]
+        return tuple(trees.unflatten(spec, grads)), value
 
     return summed
 
@@ -134,30 +123,34 @@ def with_history_of(
 ) -> Callable[..., Any]:
     """A product of the gradients of ``along`` that plain autograd follows, but over a stream."""
     if stream:
-        return refusing_backward(product, "a product over a stream", "The stream is gone by then.")
-    return with_history(product, known_of(along))
+        return history.refusing_backward(
+            product, "a product over a stream", "The stream is gone by then."
+        )
+    return history.with_history(product, writes.known_of(along))
 
 
-def nan_of_nothing(product: Tree, value: Tensor) -> Tree:
+def nan_of_nothing(product: trees.Tree, value: Tensor) -> trees.Tree:
     """The product, or NaN where nothing had any weight, of which there is no mean."""
     nothing = value.isnan()
-    leaves, spec = flatten(product)
-    return unflatten(spec, [torch.where(nothing.to(x.device), torch.nan, x) for x in leaves])
+    leaves, spec = trees.flatten(product)
+    return trees.unflatten(spec, [torch.where(nothing.to(x.device), torch.nan, x) for x in leaves])
 
 
-def check_vector(params: Tree, args: tuple[Any, ...]) -> None:
+def check_vector(params: trees.Tree, args: tuple[Any, ...]) -> None:
     """Check that the last argument is a vector for these params."""
-    leaves, spec = read_params(params)
-    refuse_sharded(leaves, "params", "curvature takes params that each rank has whole, and group=.")
+    leaves, spec = checks.read_params(params)
+    dtensors.refuse_sharded(
+        leaves, "params", "curvature takes params that each rank has whole, and group=."
+    )
     if not args:
         raise TypeError("the product was called with params alone; expected (params, *args, v).")
-    its, its_spec = read_params(args[-1], "v")
+    its, its_spec = checks.read_params(args[-1], "v")
     cause = "The last argument is the vector: product(params, *args, v), with v a tree like params."
-    check_fits(its, its_spec, leaves, spec, ("v", "params"), cause)
+    checks.check_fits(its, its_spec, leaves, spec, ("v", "params"), cause)
     for i, (x, leaf) in enumerate(zip(its, leaves, strict=True)):
         if x.dtype != leaf.dtype:
             raise TypeError(
-                f"{paths(spec, 'v')[i]} is {x.dtype}; params has {leaf.dtype} there. {cause}"
+                f"{trees.paths(spec, 'v')[i]} is {x.dtype}; params has {leaf.dtype} there. {cause}"
             )
 
 
@@ -172,15 +165,15 @@ class WrongProductError(ArithmeticError):
     """A product is not the derivative of gradients."""
 
 
-_verdicts: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, Known]]" = WeakKeyDictionary()
+_verdicts: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, writes.Known]]" = WeakKeyDictionary()
 
 
 def noting(along: Callable[..., Any]) -> Callable[..., Any]:
     """Note the arguments of the first call where a product is to be compared."""
 
     def noted(*args: Any) -> Any:
-        if not torch.compiler.is_compiling() and here.first == []:
-            here.first.append(args)
+        if not torch.compiler.is_compiling() and checks.here.first == []:
+            checks.here.first.append(args)
         return along(*args)
 
     return noted
@@ -201,33 +194,35 @@ def compared(
     """
 
     @wraps(product)
-    def called(params: Tree, *args: Any) -> Any:
+    def called(params: trees.Tree, *args: Any) -> Any:
         check_vector(params, args)
-        (leaves, spec), (rest, rest_spec) = flatten(params), flatten(args)
+        (leaves, spec), (rest, rest_spec) = trees.flatten(params), trees.flatten(args)
         if not check or not _can_be_compared(leaves, rest):
             return product(params, *args)
         shapes: Any = (spec, *(x.shape for x in leaves))
-        given = Given("params", leaves, shapes), Given("args", rest, rest_spec)
+        given = writes.Given("params", leaves, shapes), writes.Given("args", rest, rest_spec)
         try:
-            known = _verdicts.setdefault(forward, WeakKeyDictionary()).setdefault(loss, Known())
+            known = _verdicts.setdefault(forward, WeakKeyDictionary()).setdefault(
+                loss, writes.Known()
+            )
         except TypeError:  # one has no hash, or takes no weak reference
-            known = Known()
-        if knows(known, *given):
+            known = writes.Known()
+        if writes.knows(known, *given):
             return product(params, *args)
-        before, here.first = here.first, list[Any]()
+        before, checks.here.first = checks.here.first, list[Any]()
         try:
-            out, first = product(params, *args), here.first
+            out, first = product(params, *args), checks.here.first
         finally:
-            here.first = before
+            checks.here.first = before
         if first:
             found = _misses(
                 along, forward, loss, params, first[0][1:], len(args) - 1, batch_argnums
             )
             if found and {*found} - {0} and not (0 in found and found[0].functions):
-                raise WrongProductError(_sentence(found, paths(spec, "params")))
+                raise WrongProductError(_sentence(found, trees.paths(spec, "params")))
             if found is not None:
-                known.modules = known_of(along).modules
-                remember(known, *given)
+                known.modules = writes.known_of(along).modules
+                writes.remember(known, *given)
         return out
 
     return called
@@ -235,7 +230,12 @@ def compared(
 
 def _can_be_compared(params: list[Any], args: list[Any]) -> bool:
     """Not under what looks on or differentiates, where ranks would part ways, or of huge params."""
-    if not (at_top_level() and may_write()) or in_backward() or here.backward or not here.compares:
+    if (
+        not (modes.at_top_level() and modes.may_write())
+        or autograd.in_backward()
+        or checks.here.backward
+        or not checks.here.compares
+    ):
         return False
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return False
@@ -244,35 +244,49 @@ def _can_be_compared(params: list[Any], args: list[Any]) -> bool:
 
 
 def _misses(
-    along: Any, forward: Any, loss: Any, params: Tree, args: Any, count: int, batch_argnums: Any
-) -> dict[int, Miss] | None:
+    along: Any,
+    forward: Any,
+    loss: Any,
+    params: trees.Tree,
+    args: Any,
+    count: int,
+    batch_argnums: Any,
+) -> dict[int, differences.Miss] | None:
     """Of a few rows, or all where a loss takes no fewer; in its own dtypes where it has to be."""
 
     def number(*args: Any) -> Tensor:
-        return read(along(*args), False)[0].total
+        return losses.read(along(*args), False)[0].total
 
     whole = gradients_over(number, (0,), Summation(batch_argnums=batch_argnums, reduction="sum"))
 
     def few(args: Sequence[Any]) -> list[Any]:
-        at = [i - 1 for i in positions(check_argnums(batch_argnums, ""), count + 1, "")]
-        rows = next(iter(cut_batch(read_batch([args[i] for i in at]), 8))) if at else []
+        at = [
+            i - 1 for i in checks.positions(checks.check_argnums(batch_argnums, ""), count + 1, "")
+        ]
+        rows = (
+            next(iter(batches.cut_batch(batches.read_batch([args[i] for i in at]), 8)))
+            if at
+            else []
+        )
         return [dict(zip(at, rows, strict=True)).get(i, x) for i, x in enumerate(args)]
 
-    def in_dtype(dtype: torch.dtype | None, args: Sequence[Any]) -> dict[int, Miss] | None:
+    def in_dtype(
+        dtype: torch.dtype | None, args: Sequence[Any]
+    ) -> dict[int, differences.Miss] | None:
         args, (_, *last) = args[:count], args[count:]
-        claim = SecondOrder(
+        claim = differences.SecondOrder(
             forward=lambda params: forward(params, *args),
-            loss=lambda out: read(loss(out, *args), False)[0].total,
+            loss=lambda out: losses.read(loss(out, *args), False)[0].total,
             product=lambda params, v: whole(params, *args, v, *last)[0][0],
-            around=nullcontext if dtype is None else lambda: InDtype(dtype),
+            around=nullcontext if dtype is None else lambda: precision.InDtype(dtype),
         )
-        return misses(claim, cast_tree(params, dtype))
+        return differences.misses(claim, deterministic.cast_tree(params, dtype))
 
-    found: dict[int, Miss] | None = {}
+    found: dict[int, differences.Miss] | None = {}
     for rows, dtype in itertools.product((few, list), (torch.float64, None)):
         try:
-            with torch.enable_grad(), outside_inference_mode(), unguarded():
-                found = in_dtype(dtype, cast_tree(rows(args), dtype))
+            with torch.enable_grad(), checks.outside_inference_mode(), writes.unguarded():
+                found = in_dtype(dtype, deterministic.cast_tree(rows(args), dtype))
         except Exception:  # it runs in its own dtype alone, or takes no fewer rows
             continue
         if found is not None:
@@ -280,7 +294,7 @@ def _misses(
     return found
 
 
-def _sentence(found: dict[int, Miss], names: list[str]) -> str:
+def _sentence(found: dict[int, differences.Miss], names: list[str]) -> str:
     where = [(miss.missing / miss.bound, i) for i, miss in found.items() if i]
     worst, more = found[i := max(where)[1]], f" and {len(where) - 1} more leaves" * (len(where) > 1)
     cause = (

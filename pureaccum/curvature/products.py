@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import read_tensors
-from .._base.torch_internals.functorch import any_tangent
-from .._base.torch_internals.modes import transform_active
-from .._base.trees import Tree, accumulation_dtype, continuous, flatten, unflatten
+from .._base import checks, trees
+from .._base.torch_internals import functorch, modes
 from .._core.losses import Reduction, Weighted, read, sane
 from .._core.weights import quotient
-from .derivatives import Pushing, constants, gradient, inner
-from .passes import Summation, compared, gradients_over, nan_of_nothing, noting, with_history_of
+from . import derivatives, passes
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -77,47 +74,47 @@ def hvp(
         <https://doi.org/10.1162/neco.1994.6.1.147>`_, 1994.
     """
 
-    @noting
-    def along(params: Tree, *rest: Any) -> Any:
+    @passes.noting
+    def along(params: trees.Tree, *rest: Any) -> Any:
         *args, v = rest
-        leaves, spec = flatten(params)
+        leaves, spec = trees.flatten(params)
 
         def loss(*leaves: Tensor) -> tuple[Tensor, Any]:
-            seen, _ = read(func(unflatten(spec, leaves), *args), False)
+            seen, _ = read(func(trees.unflatten(spec, leaves), *args), False)
             return seen.total, seen.weight
 
-        total, grads, weight = gradient(loss, leaves)
-        return _standing_for(total, weight, inner(grads, flatten(v)[0]))
+        total, grads, weight = derivatives.gradient(loss, leaves)
+        return _standing_for(total, weight, derivatives.inner(grads, trees.flatten(v)[0]))
 
-    over = Summation(
+    over = passes.Summation(
         batch_argnums=batch_argnums,
         microbatch_size=microbatch_size,
         reduction=reduction,
         stream=stream,
         group=group,
     )
-    both = gradients_over(along, (0, -1), over)
-    alone = gradients_over(func, (0,), over)
+    both = passes.gradients_over(along, (0, -1), over)
+    alone = passes.gradients_over(func, (0,), over)
 
-    def product(params: Tree, *args: Any) -> tuple[Tree, Tree]:
+    def product(params: trees.Tree, *args: Any) -> tuple[trees.Tree, trees.Tree]:
         if torch.compiler.is_compiling():  # compilers make least of the derivative along a vector
             *rest, v = args
 
-            def of_params(params: Tree) -> tuple[Tree, Tensor]:
+            def of_params(params: trees.Tree) -> tuple[trees.Tree, Tensor]:
                 (grads,), value = alone(params, *rest)
                 return grads, value
 
             grads, found, value = torch.func.jvp(of_params, (params,), (v,), has_aux=True)  # pyright: ignore
         else:
             (found, grads), value = both(params, *args)
-        return grads, nan_of_nothing(found, value)
+        return grads, passes.nan_of_nothing(found, value)
 
-    product = wraps(func)(with_history_of(product, along, stream))
-    return compared(product, along, _itself, func, batch_argnums, check)
+    product = wraps(func)(passes.with_history_of(product, along, stream))
+    return passes.compared(product, along, _itself, func, batch_argnums, check)
 
 
 def ggnvp(  # noqa: D417
-    forward: Callable[..., Tree],
+    forward: Callable[..., trees.Tree],
     loss: Callable[..., Any],
     *,
     batch_argnums: int | tuple[int, ...] = 1,
@@ -156,21 +153,21 @@ def ggnvp(  # noqa: D417
         Schraudolph, `Fast curvature matrix-vector products for second-order gradient descent
         <https://doi.org/10.1162/08997660260028683>`_, 2002.
     """
-    pushed = Pushing()
+    pushed = derivatives.Pushing()
 
-    @noting
-    def along(params: Tree, *rest: Any) -> Any:
+    @passes.noting
+    def along(params: trees.Tree, *rest: Any) -> Any:
         *args, v, again = rest
-        (leaves, of_params), (moving, _) = flatten(params), flatten(v)
+        (leaves, of_params), (moving, _) = trees.flatten(params), trees.flatten(v)
 
         spec: Any = None
         smooth: list[bool] = []
 
         def outputs(*leaves: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             nonlocal spec, smooth
-            out = forward(unflatten(of_params, leaves), *args)
-            outs, spec = read_tensors(out, "what forward gave", _OUTPUTS)
-            smooth = [*map(continuous, outs)]
+            out = forward(trees.unflatten(of_params, leaves), *args)
+            outs, spec = checks.read_tensors(out, "what forward gave", _OUTPUTS)
+            smooth = [*map(trees.continuous, outs)]
             pairs = [*zip(outs, smooth, strict=True)]
             return [x for x, its in pairs if its], [x for x, its in pairs if not its]
 
@@ -178,18 +175,20 @@ def ggnvp(  # noqa: D417
 
         def loss_of(*some: Tensor) -> tuple[Tensor, Any]:
             of_each = iter(others), iter(some)
-            out = unflatten(spec, [next(of_each[its]) for its in smooth])
+            out = trees.unflatten(spec, [next(of_each[its]) for its in smooth])
             seen, _ = read(loss(out, *args), False)
             return seen.total, seen.weight
 
         def along_moved(*some: Tensor) -> tuple[Tensor, Any]:
-            total, grads, weight = gradient(loss_of, some)
-            return inner(grads, moved), (total, weight)
+            total, grads, weight = derivatives.gradient(loss_of, some)
+            return derivatives.inner(grads, moved), (total, weight)
 
-        _, bent, (total, weight) = gradient(along_moved, fixed)
-        return _standing_for(total, weight, inner(constants(bent, again), its))
+        _, bent, (total, weight) = derivatives.gradient(along_moved, fixed)
+        return _standing_for(
+            total, weight, derivatives.inner(derivatives.constants(bent, again), its)
+        )
 
-    over = Summation(
+    over = passes.Summation(
         batch_argnums=batch_argnums,
         microbatch_size=microbatch_size,
         reduction=reduction,
@@ -197,7 +196,7 @@ def ggnvp(  # noqa: D417
         group=group,
     )
     product = _of_constants(forward, along, over)
-    return compared(product, along, forward, loss, batch_argnums, check)
+    return passes.compared(product, along, forward, loss, batch_argnums, check)
 
 
 def fisher_vp(  # noqa: D417
@@ -250,15 +249,15 @@ def fisher_vp(  # noqa: D417
         Kunstner, Balles and Hennig, `Limitations of the empirical Fisher approximation
         <https://arxiv.org/abs/1905.12558>`_, 2019.
     """
-    pushed = Pushing()
+    pushed = derivatives.Pushing()
 
-    @noting
-    def along(params: Tree, *rest: Any) -> Any:
+    @passes.noting
+    def along(params: trees.Tree, *rest: Any) -> Any:
         *args, v, again = rest
-        (leaves, of_params), (moving, _) = flatten(params), flatten(v)
+        (leaves, of_params), (moving, _) = trees.flatten(params), trees.flatten(v)
 
         def of_rows(*leaves: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            total, *weight = _of_rows(losses(unflatten(of_params, leaves), *args))
+            total, *weight = _of_rows(losses(trees.unflatten(of_params, leaves), *args))
             return [total], weight
 
         (total,), (fixed,), (slope,), weights = pushed(of_rows, leaves, moving, again)
@@ -267,13 +266,13 @@ def fisher_vp(  # noqa: D417
             keep, slope = weights[0] != 0, quotient(slope, weights[0])
             total, fixed = (torch.where(keep, x, 0.0) for x in (total, fixed))
             weight = weights[0].sum()
-        wide = accumulation_dtype(slope.dtype)
+        wide = trees.accumulation_dtype(slope.dtype)
         number = (total * slope).sum(dtype=wide)
         if reduction == "sum" and isinstance(weight, float):
             return number
         return _standing_for(fixed.sum(dtype=wide), weight, number)
 
-    over = Summation(
+    over = passes.Summation(
         batch_argnums=batch_argnums,
         microbatch_size=microbatch_size,
         reduction=reduction,
@@ -281,28 +280,30 @@ def fisher_vp(  # noqa: D417
         group=group,
     )
     product = _of_constants(losses, along, over)
-    return compared(product, along, losses, _half_of_squares, batch_argnums, check)
+    return passes.compared(product, along, losses, _half_of_squares, batch_argnums, check)
 
 
-def _of_constants(func: Callable[..., Any], along: Callable[..., Any], over: Summation) -> Product:
+def _of_constants(
+    func: Callable[..., Any], along: Callable[..., Any], over: passes.Summation
+) -> Product:
     """A product whose constants come of params that are given again where a transform is around."""
-    summed = gradients_over(along, (0,), over)
+    summed = passes.gradients_over(along, (0,), over)
 
-    def product(params: Tree, *args: Any) -> Tree:
-        tensors = (x for x in flatten((params, args))[0] if isinstance(x, Tensor))
-        if not transform_active() and any_tangent(tensors):
+    def product(params: trees.Tree, *args: Any) -> trees.Tree:
+        tensors = (x for x in trees.flatten((params, args))[0] if isinstance(x, Tensor))
+        if not modes.transform_active() and functorch.any_tangent(tensors):
             raise RuntimeError(
                 "an argument has a tangent of torch.autograd.forward_ad, which has one level only, "
                 "and the product needs it. torch.func.jvp goes through products."
             )
-        again = flatten(params)[0] if transform_active() else []
+        again = trees.flatten(params)[0] if modes.transform_active() else []
         (found,), value = summed(params, *args, again)
-        return nan_of_nothing(found, value)
+        return passes.nan_of_nothing(found, value)
 
-    return wraps(func)(with_history_of(product, along, over.stream))
+    return wraps(func)(passes.with_history_of(product, along, over.stream))
 
 
-def _itself(params: Tree, *_: Any) -> Tree:
+def _itself(params: trees.Tree, *_: Any) -> trees.Tree:
     """What a Hessian takes as linear: it is Gauss-Newton's matrix of no network."""
     return params
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_same_structure
-from .._base.trees import Tree, flatten, paths
+from .._base import checks, trees
 
 
-def assert_trees_bitwise_equal(got: Tree, want: Tree) -> None:
+def assert_trees_bitwise_equal(got: trees.Tree, want: trees.Tree) -> None:
     """Assert that two trees hold the same numbers, to the last bit.
 
     The rule: the structures are equal and, for each leaf, dtype, shape, device and numbers.
@@ -53,7 +52,7 @@ everywhere.
         raise AssertionError(found[0] + (others if more else ""))
 
 
-def assert_trees_within_bound(got: Tree, want: Tree, bound: Tree) -> None:
+def assert_trees_within_bound(got: trees.Tree, want: trees.Tree, bound: trees.Tree) -> None:
     """Assert that every number is as near to what was expected as its bound says.
 
     The rule: ``abs(got - want) <= bound``, and exactly so: where float64 might round in favour,
@@ -95,14 +94,14 @@ def assert_trees_within_bound(got: Tree, want: Tree, bound: Tree) -> None:
         raise AssertionError(f"{worst.words} {many}")
 
 
-def _pairs(got: Tree, want: Tree) -> Iterator[tuple[str, Any, Any]]:
-    (xs, came), (ys, expected) = flatten(got), flatten(want)
+def _pairs(got: trees.Tree, want: trees.Tree) -> Iterator[tuple[str, Any, Any]]:
+    (xs, came), (ys, expected) = trees.flatten(got), trees.flatten(want)
     try:
         why = "None, the keys of dicts and the types of containers are structure."
-        check_same_structure(expected, came, "want", "got", why)
+        checks.check_same_structure(expected, came, "want", "got", why)
     except ValueError as error:
         raise AssertionError(str(error)) from None
-    return zip(paths(came, "got"), xs, ys, strict=True)
+    return zip(trees.paths(came, "got"), xs, ys, strict=True)
 
 
 # Bits ------------------------------------------------------------------------------------
@@ -372,14 +371,16 @@ def _squared_distance(x: complex, y: complex) -> Fraction:
     return real * real + imag * imag
 
 
-def _bounds(bound: Tree, want: Tree) -> list[Any]:
+def _bounds(bound: trees.Tree, want: trees.Tree) -> list[Any]:
     """A bound for each leaf, all of them checked."""
-    _, spec = flatten(want)
+    _, spec = trees.flatten(want)
     if isinstance(bound, (int, float, Fraction)) or (isinstance(bound, Tensor) and not bound.ndim):
         return [_check_bound("the bound", bound)] * spec.num_leaves
-    bounds, came = flatten(bound)
-    check_same_structure(spec, came, "want", "bound", "One number for all leaves would do, too.")
-    return [_check_bound(*pair) for pair in zip(paths(came, "bound"), bounds, strict=True)]
+    bounds, came = trees.flatten(bound)
+    checks.check_same_structure(
+        spec, came, "want", "bound", "One number for all leaves would do, too."
+    )
+    return [_check_bound(*pair) for pair in zip(trees.paths(came, "bound"), bounds, strict=True)]
 
 
 def _check_bound(name: str, bound: Any) -> Any:

@@ -17,12 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._base import trees
 from .._base.states import Refusing
-from .._base.torch_internals.autograd import saved_tensors_hooks_allowed, tensor_hooks, version
-from .._base.torch_internals.functorch import transform_level
-from .._base.torch_internals.module_slots import hooks_of_all_modules, module_vars
-from .._base.trees import flatten, paths
-from .._core.closures import names_in
+from .._base.torch_internals import autograd, functorch, module_slots
+from .._core import closures
 from ._assertions import dense
 
 
@@ -205,13 +203,13 @@ def _tensor(x: Tensor) -> Looks:
         return looks  # it holds no numbers
     looks |= {
         "bits": _Bits(x),
-        "version": version(x),
+        "version": autograd.version(x),
         "dtype": x.dtype,
         "shape": x.shape,
         "device": x.device,
         "requires_grad": x.requires_grad,
         "grad_fn": _Is(x.grad_fn),
-        "hooks": tensor_hooks(x),
+        "hooks": autograd.tensor_hooks(x),
     }
     if x.layout == torch.strided:
         looks["memory"] = (x.data_ptr(), x.stride())
@@ -228,7 +226,7 @@ def _module(path: str, root: nn.Module) -> Picture:
     for name, module in root.named_modules():
         dot = f"{name}." if name else ""
         looks = seen[f"{path}.{name}".rstrip(".")] = {"identity": _Is(module)}
-        for key, value in module_vars(module).items():
+        for key, value in module_slots.module_vars(module).items():
             looks[key] = value if isinstance(value, _PLAIN) else _Is(value)
             if isinstance(value, (dict, list, set)):
                 looks[f"what is in {key}"] = _inside(value)
@@ -269,13 +267,13 @@ def _modes() -> Looks:
         "autocast cache": torch.is_autocast_cache_enabled(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "deterministic warn-only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "saved-tensor hooks": saved_tensors_hooks_allowed(),
+        "saved-tensor hooks": autograd.saved_tensors_hooks_allowed(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "threads": torch.get_num_threads(),
-        "transform level": transform_level(),
-        "hooks of all modules": hooks_of_all_modules(),
+        "transform level": functorch.transform_level(),
+        "hooks of all modules": module_slots.hooks_of_all_modules(),
     }
 
 
@@ -288,10 +286,10 @@ def reachable(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     while waiting:
         root, tree, given = waiting.popleft()
-        leaves, spec = flatten(tree)
+        leaves, spec = trees.flatten(tree)
         if not given and not any(map(_matters, leaves)):
             continue  # a list of a million words has a million paths
-        for path, leaf in zip(paths(spec, root), leaves, strict=True):
+        for path, leaf in zip(trees.paths(spec, root), leaves, strict=True):
             if given or (isinstance(leaf, (Tensor, nn.Module)) and id(leaf) not in seen):
                 yield path, leaf
             if id(leaf) not in seen and _matters(leaf):
@@ -348,7 +346,7 @@ def global_names(fn: FunctionType) -> list[str]:
     """The globals that a function may look up, itself or in functions inside it."""
     if elsewhere(fn.__globals__.get("__name__", "")):
         return []
-    return list(dict.fromkeys(names_in(fn.__code__)))
+    return list(dict.fromkeys(closures.names_in(fn.__code__)))
 
 
 _ELSEWHERE = {"torch", "optree", "numpy", __name__.partition(".")[0], *sys.stdlib_module_names}

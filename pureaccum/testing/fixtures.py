@@ -7,8 +7,8 @@ import torch in every project of the environment.
 from collections.abc import Callable
 from typing import Any
 
+from ._check import training_loop
 from ._check.check import check_accumulation
-from ._check.training_loop import check_training_loop
 
 
 try:
@@ -38,7 +38,7 @@ def accumulates() -> Callable[..., Any]:
     def check(first: Any, second: Any, *args: Any, **knobs: Any) -> Any:
         from torch.nn import Module
 
-        of = check_training_loop if isinstance(second, Module) else check_accumulation
+        of = training_loop.check_training_loop if isinstance(second, Module) else check_accumulation
         report = of(first, second, *args, **knobs, raise_on_mismatch=False)
         if not report.fits:
             pytest.fail(str(report), pytrace=False)

@@ -14,7 +14,7 @@ from pureaccum._base.torch_internals import (
     functorch,
     kernels,
     modes,
-    modules,
+    module_slots,
     operations,
 )
 
@@ -186,7 +186,7 @@ def test_foreach_add_takes_a_sparse_term():
 def test_modules_keep_their_tensors_where_we_look():
     norm = nn.BatchNorm1d(2)
     root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(norm, norm), nn.LSTM(2, 2), nn.ReLU())
-    places = {(module, name) for module, _, name in modules.tensor_places(root)}
+    places = {(module, name) for module, _, name in module_slots.tensor_places(root)}
     linear, lstm = root[0], root[2]
     assert places == {
         (linear, "_parameters"),
@@ -194,7 +194,7 @@ def test_modules_keep_their_tensors_where_we_look():
         (norm, "_buffers"),
         (lstm, "_parameters"),
     }
-    for module, attributes, name in modules.tensor_places(root):
+    for module, attributes, name in module_slots.tensor_places(root):
         assert attributes[name] is getattr(module, name)
     assert dict(linear._parameters) == {"weight": linear.weight, "bias": linear.bias}
     assert dict(norm._buffers) == dict(norm.named_buffers())
@@ -255,17 +255,17 @@ def test_hooks_of_all_modules_are_seen_of_every_kind():
     def hook(*_):
         pass
 
-    before = modules.hooks_of_all_modules()
+    before = module_slots.hooks_of_all_modules()
     known = vars(nn.modules.module).items()
     registers = {name: f for name, f in known if name.startswith("register_module_")}
     del registers["register_module_backward_hook"]  # goes with no full one, and has its place
     assert len(registers) >= 7
     for register in registers.values():
         handle = register(hook)
-        seen = modules.hooks_of_all_modules()
+        seen = module_slots.hooks_of_all_modules()
         assert [hook] in [hooks for name, hooks in seen.items() if hooks != before.get(name)]
         handle.remove()
-        assert modules.hooks_of_all_modules() == before
+        assert module_slots.hooks_of_all_modules() == before
 
 
 def test_functional_call_leaves_no_more_behind_than_flat_weights():
@@ -273,7 +273,7 @@ def test_functional_call_leaves_no_more_behind_than_flat_weights():
     lstm = nn.LSTM(2, 2)
     other = {name: torch.ones_like(p) for name, p in lstm.named_parameters()}
     lstm(torch.zeros(1, 2))
-    whole, ours = dict(vars(lstm)), modules.module_vars(lstm)
+    whole, ours = dict(vars(lstm)), module_slots.module_vars(lstm)
     torch.func.functional_call(lstm, other, (torch.zeros(1, 2),))
     assert all(vars(lstm)[name] is held for name, held in ours.items())
     assert {name for name in whole if name not in ours} >= {"_flat_weights", "_flat_weights_names"}

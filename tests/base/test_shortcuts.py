@@ -1,7 +1,7 @@
 """Each shortcut can be switched off, and the same bits come out.
 
-A switch puts the plain form in the place of a fast one, in the modules that call it; one that is
-never reached is no switch, and fails. What is not here has bits of its own, within a bound: the
+A switch puts the plain form in the place of a fast one; one that is never reached is no switch, and
+fails. What is not here has bits of its own, within a bound: the
 gradients of samples that come from layers, and an optimizer's formula beside torch's kernel.
 """
 
@@ -49,11 +49,11 @@ def never(*_):
 
 
 class Switch(NamedTuple):
-    """What stands in for a shortcut, and the modules of the package that would call it."""
+    """The module of a shortcut and its name there, and what stands in for it."""
 
+    module: str
     name: str
     plain: Any
-    modules: tuple[str, ...]
     around: Callable[[], Any] = nullcontext
 
 
@@ -61,36 +61,25 @@ def carefully(summed, rule):
     return summed(rule)
 
 
+KERNELS = "_base.torch_internals.kernels"
 SWITCHES = {
-    "sums are written to": Switch(
-        "may_add_in_place",
-        never,
-        ("_core.windows", "_core.accumulator", "_core.whole_batch", "_step.next_state"),
-    ),
+    "sums are written to": Switch("_base.torch_internals.modes", "may_add_in_place", never),
     "autograd adds gradients itself": Switch(
-        "_straight_into", lambda _, otherwise: otherwise, ("_core.engines",)
+        "_core.engines", "_straight_into", lambda _, otherwise: otherwise
     ),
-    "first gradients become the sums": Switch("owns_its_memory", never, ("_core.sums",)),
-    "weighings are kept": Switch("of_total", weighed_anew, ("_core.windows",)),
-    "small gradients go together": Switch(
-        "foreach_add_", added, ("_core.weights", "_core.engines")
-    ),
-    "leaves go together": Switch(
-        "at_once", never, ("_base.states", "_base.trees", "_core.weights", "_optim.combinators")
-    ),
-    "norms go together": Switch("foreach_norm", norms_one_by_one, ("_base.trees",)),
-    "sums are multiples of a unit": Switch("power_of_two", lambda _: 1.0, ("_core.whole_batch",)),
-    "skipping speculates": Switch("speculating", carefully, ("_core.whole_batch",)),
-    "numbers are the host's": Switch("on_host", lambda *scalars: [*scalars], ("_step.next_state",)),
-    "a norm tells what is finite": Switch("seen_finite", never, ("_step.next_state",)),
-    "large leaves are added by hooks": Switch("LARGE", 0, ("_core.sums",)),
-    "temporaries have a longest size": Switch("CHUNK", 1, ("_core.weights",)),
-    "structures are known": Switch(
-        "structure_of",
-        lambda *_: None,
-        ("_step.structure", "_step.windows", "_core.accumulator"),
-    ),
-    "a loss is guarded": Switch("", None, (), unguarded),
+    "first gradients become the sums": Switch(KERNELS, "owns_its_memory", never),
+    "weighings are kept": Switch("_core.windows", "of_total", weighed_anew),
+    "small gradients go together": Switch(KERNELS, "foreach_add_", added),
+    "leaves go together": Switch("_base.trees", "at_once", never),
+    "norms go together": Switch(KERNELS, "foreach_norm", norms_one_by_one),
+    "sums are multiples of a unit": Switch("_core.weights", "power_of_two", lambda _: 1.0),
+    "skipping speculates": Switch("_core.whole_batch", "speculating", carefully),
+    "numbers are the host's": Switch("_base.trees", "on_host", lambda *scalars: [*scalars]),
+    "a norm tells what is finite": Switch("_base.trees", "seen_finite", never),
+    "large leaves are added by hooks": Switch("_core.weights", "LARGE", 0),
+    "temporaries have a longest size": Switch("_core.weights", "CHUNK", 1),
+    "structures are known": Switch("_core.structures", "structure_of", lambda *_: None),
+    "a loss is guarded": Switch("", "", None, unguarded),
 }
 
 
@@ -103,8 +92,8 @@ def switched(switch, patch):
         reached.append(switch.name)
         return switch.plain(*args, **kwargs)
 
-    for name in switch.modules:
-        module = import_module(f"pureaccum.{name}")
+    if switch.module:
+        module = import_module(f"pureaccum.{switch.module}")
         patch.setattr(module, switch.name, plain if callable(switch.plain) else switch.plain)
     if not callable(switch.plain):
         reached.append(switch.name)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pureaccum as pa
-from pureaccum._optim import update
+from pureaccum._optim import updates
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.optimizers import COMBINATIONS
 
@@ -107,7 +107,7 @@ def test_a_step_not_applied_changes_no_bit_on_cuda(name, applied, fused, donate)
 def test_donated_leaves_are_stepped_in_groups_and_no_bit_is_another(
     name, applied, group, monkeypatch
 ):
-    monkeypatch.setattr(update, "GROUP", group)
+    monkeypatch.setattr(updates, "GROUP", group)
     optimizer, flag, found = MAKE[name](1e-2, False), torch.full((), applied, device="cuda"), []
     for donate in (False, True):
         params, _ = given()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import pureaccum as pa
 from pureaccum._core.auto_size import counting
-from pureaccum._optim import update
+from pureaccum._optim import updates
 from pureaccum._optim.optimizers import _adam, _sgd
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
@@ -246,16 +246,16 @@ def test_every_variant_of_a_kernel_leaves_the_gradients_and_gives_the_same_bits(
     columns = columns_of(name, switches, sizes, seed)
     grads = columns_of("sgd", {"momentum": False}, sizes, seed + 1)[0]
     count = torch.tensor(step)
-    stepped = update.by_kernel(method, grads, clones(columns), count, rate, True, [], False)
+    stepped = updates.by_kernel(method, grads, clones(columns), count, rate, True, [], False)
     flags = (True, False, unread(torch.tensor(True)), unread(torch.tensor(False)))
     cases = itertools.product((False, True), (False, True), flags)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update, "GROUP", 96)
+        patch.setattr(updates, "GROUP", 96)
         for foreach, donate, applied in cases:
             old = clones(columns)
             given_up = leaves(old) if donate else []
             with unchanged(grads, () if donate else old):
-                new = update.by_kernel(method, grads, old, count, rate, applied, given_up, foreach)
+                new = updates.by_kernel(method, grads, old, count, rate, applied, given_up, foreach)
             new = optree.tree_map(lambda x: x.as_subclass(torch.Tensor), new)
             flag = applied if isinstance(applied, bool) else bool(applied.as_subclass(torch.Tensor))
             assert_trees_bitwise_equal(new, stepped if flag else columns)
@@ -271,8 +271,8 @@ def test_beside_a_donated_state_there_is_one_copy_of_a_group():
         given_up = clones(columns)
         given = method, grads, given_up, torch.tensor(2), rate, flag, leaves(given_up), foreach
         with pytest.MonkeyPatch.context() as patch, counting() as live:
-            patch.setattr(update, "GROUP", count * 3 * leaf.nbytes)
-            update.by_kernel(*given)
+            patch.setattr(updates, "GROUP", count * 3 * leaf.nbytes)
+            updates.by_kernel(*given)
         assert live.peak < (3 * count + own + 1) * leaf.nbytes
 
 

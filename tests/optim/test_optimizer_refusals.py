@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import pureaccum as pa
-from pureaccum._optim import update
+from pureaccum._optim import updates
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import generator
 from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal, unread
@@ -345,7 +345,7 @@ def test_the_fused_kernels_know_no_complex_numbers(make, donate):
 @pytest.mark.parametrize("make", [lambda: pa.sgd(0.1, 0.9), lambda: pa.adam(0.1)])
 def test_an_error_in_the_middle_of_the_leaves_loses_nothing(make, flag, donate, monkeypatch):
     """torch's kernels know no float8. Nobody can take parameters of two steps for those of one."""
-    monkeypatch.setattr(update, "GROUP", 1)
+    monkeypatch.setattr(updates, "GROUP", 1)
     opt, params = make(), {"a": torch.ones(3), "b": torch.ones(3).to(torch.float8_e4m3fn)}
     state, grads = opt.init(params), {"a": torch.ones(3), "b": torch.ones(3)}
     with unchanged(*(() if donate else (params, state)), grads), pytest.raises(RuntimeError):

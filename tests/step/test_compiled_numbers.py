@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._step.compiled import CompileError
+from pureaccum._base.refusals import CompileError
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import examples, generator
 from tests.problems import in_a_window

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import pureaccum as pa
+from pureaccum._base.refusals import CompileError
 from pureaccum._base.states import Donated, Spoiled
 from pureaccum._core.batches import read_batch
-from pureaccum._step.compiled import CompileError
 from pureaccum._step.recipes import Shapes, has_cpp_wrapper, recipe_for
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.refusals import PARAMS, make_batch, refused, saying, squares

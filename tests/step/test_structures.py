@@ -14,8 +14,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.parametrizations import weight_norm
 
 import pureaccum as pa
-from pureaccum._core import accumulator
-from pureaccum._step import structure, windows
+from pureaccum._core import structures
+from pureaccum._step import structure
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.problems import Functions, Operations
 
@@ -246,8 +246,7 @@ def outcome(change, way):
 
 
 def forget(patch):
-    for module in structure, windows, accumulator:
-        patch.setattr(module, "structure_of", lambda *_: None)
+    patch.setattr(structures, "structure_of", lambda *_: None)
 
 
 @pytest.mark.filterwarnings("ignore")

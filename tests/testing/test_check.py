@@ -14,8 +14,9 @@ from torch import nn
 from torch.func import functional_call
 
 import pureaccum as pa
+from pureaccum._base.deterministic import cast_tree
 from pureaccum.testing import AccumulationMismatch, assert_accumulates, check_accumulation
-from pureaccum.testing._check.subject import cast_tree, computing_in, ways
+from pureaccum.testing._check.subject import computing_in, ways
 from pureaccum.testing._check.trials import Bound, Outcome, Result, Trial, errors, shrunk
 from pureaccum.testing.strategies import KINDS, losses, reduction
 from tests.draws import examples

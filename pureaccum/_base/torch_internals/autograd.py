@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functorch import innermost, transform_level
-from .modes import function_modes
+from . import functorch, modes
 
 
 def sequence_number() -> int:
@@ -25,7 +24,7 @@ def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Detached from what autograd recorded; a tangent goes along, which ``detach`` would drop."""
     # A transform has its own way with duals.
     off = torch.autograd.forward_ad._current_level < 0  # pyright: ignore
-    if off or torch.compiler.is_dynamo_compiling() or transform_level():
+    if off or torch.compiler.is_dynamo_compiling() or functorch.transform_level():
         return [x.detach() for x in tensors]
     pairs = map(torch.autograd.forward_ad.unpack_dual, tensors)
     make_dual = torch.autograd.forward_ad.make_dual
@@ -51,7 +50,7 @@ def gradients_of(
     create_graph: bool = False,
 ) -> Sequence[Any]:
     """``torch.autograd.grad`` of several outputs, all of which require grad."""
-    if function_modes():  # which are to see it as one operation
+    if modes.function_modes():  # which are to see it as one operation
         return torch.autograd.grad(outs, leaves, cotangents, again, create_graph, allow_unused=True)
     given = tuple(outs), tuple(cotangents), again, create_graph, tuple(leaves), True
     return torch.autograd.graph._engine_run_backward(*given, accumulate_grad=False)  # pyright: ignore
@@ -80,13 +79,13 @@ def version(x: Tensor) -> int | None:
     """How often a tensor was written to; None for inference tensors, and while compiling."""
     if torch.compiler.is_dynamo_compiling():
         return None
-    x = innermost(x)
+    x = functorch.innermost(x)
     return None if x.is_inference() else x._version
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each tensor was written to: 0 for inference tensors; foreach may not count."""
-    if transform_level() is None:
+    if functorch.transform_level() is None:
         try:
             return [*map(_VERSION, tensors)]
         except RuntimeError:  # an inference tensor among them

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functorch import VERSION
+from . import functorch
 
 
 def scan(
@@ -38,7 +38,7 @@ def compile_anew(
     )
     options: dict[str, Any] = {"guard_filter_fn": _worth_guarding}
     inductor = settings.get("backend", "inductor") == "inductor"
-    if wrapped and inductor and VERSION >= (2, 13):  # on 2.11 it asserts around a scan
+    if wrapped and inductor and functorch.VERSION >= (2, 13):  # on 2.11 it asserts around a scan
         options["cpp_wrapper"] = True
     given: dict[str, Any] = {**settings, "dynamic": bool(settings.get("dynamic"))}
     if "mode" not in settings:  # torch takes one of the two

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functorch import innermost
+from . import functorch
 
 
 def owns_its_memory(x: Tensor) -> bool:
@@ -18,7 +18,7 @@ def owns_its_memory(x: Tensor) -> bool:
 
 def materialised(x: Tensor) -> Tensor:
     """The tensor itself; zeros where torch only notes that all of it is zero: nobody may write."""
-    noted = not torch.compiler.is_dynamo_compiling() and innermost(x)._is_zerotensor()
+    noted = not torch.compiler.is_dynamo_compiling() and functorch.innermost(x)._is_zerotensor()
     return x.clone() if noted else x
 
 
@@ -59,5 +59,5 @@ def finite_by_one_kernel(tensors: list[Tensor]) -> Tensor:
 
 def memory_of(x: Tensor) -> int | None:
     """A number that all views of one memory have in common; None where there is no one memory."""
-    x = innermost(x)
+    x = functorch.innermost(x)
     return None if x.layout != torch.strided or x.is_nested else x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .functorch import forward_ad_active, transform_level
+from . import functorch
 
 
 _C: Any = torch._C  # pyright: ignore
@@ -24,21 +24,21 @@ def transform_active() -> bool:
     The compiler is asked first, since dynamo cannot trace the second question; and dynamo itself is
     asked, since ``torch.compiler.is_compiling`` is true in all threads while one of them compiles.
     """
-    if torch.compiler.is_dynamo_compiling() or transform_level() is not None:
+    if torch.compiler.is_dynamo_compiling() or functorch.transform_level() is not None:
         return True
     return bool(_MODES() or function_modes()) and get_proxy_mode() is not None
 
 
 def may_write() -> bool:
     """Whether tensors of ours may be written in place: nobody follows or traces operations."""
-    if torch.compiler.is_dynamo_compiling() or transform_level() is not None:
+    if torch.compiler.is_dynamo_compiling() or functorch.transform_level() is not None:
         return False
     return not (_MODES() or function_modes()) or not traced()
 
 
 def may_add_in_place() -> bool:
     """Whether sums may be written to: nobody follows what is computed, nor its tangents."""
-    return may_write() and not forward_ad_active()
+    return may_write() and not functorch.forward_ad_active()
 
 
 def untraced() -> AbstractContextManager[Any]:
@@ -51,7 +51,7 @@ def at_top_level() -> bool:
     if torch.compiler.is_dynamo_compiling() or torch.autograd.forward_ad._current_level >= 0:  # pyright: ignore
         return False
     modes = _MODES() or function_modes()
-    return transform_level() is None and not (modes and get_proxy_mode() is not None)
+    return functorch.transform_level() is None and not (modes and get_proxy_mode() is not None)
 
 
 def traced() -> bool:

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from ..losses import join_aux, read
+from .. import losses
 from ..seams import Seams, Window
 
 
@@ -13,6 +13,6 @@ def aux(seams: Seams, _: Window) -> Seams:
     def term(*given: Any) -> Any:
         weighing, entry = seams.term(*given)
         recorded = given[0]
-        return weighing, entry._replace(aux=join_aux(recorded.seen.aux, recorded.shape))
+        return weighing, entry._replace(aux=losses.join_aux(recorded.seen.aux, recorded.shape))
 
-    return seams._replace(read=partial(read, has_aux=True), term=term)
+    return seams._replace(read=partial(losses.read, has_aux=True), term=term)

@@ -7,12 +7,12 @@ before ``squares`` sees its norm. A new statistic is a file beside this one, and
 from collections.abc import Callable
 from typing import get_args
 
-from ..._base.checks import check_choice
-from ..losses import Reduction
+from ..._base import checks
+from .. import losses
 from ..seams import Engine, Layer, Nonfinite, Rule, Seams, Window
+from . import ranks
 from .aux import aux
 from .raising import raising
-from .ranks import ranks_exist, reaching_ranks
 from .scale import scale
 from .skip import skip
 from .squares import squares
@@ -29,9 +29,9 @@ LAYERS: list[tuple[Callable[[Rule], bool], Layer]] = [
 
 def check_rule(rule: Rule) -> Rule:
     """The rule with its layers, or an error that says which words it may hold."""
-    check_choice(rule.reduction, get_args(Reduction), "reduction")
-    check_choice(rule.nonfinite, get_args(Nonfinite), "nonfinite")
-    check_choice(rule.engine, get_args(Engine), "engine")
+    checks.check_choice(rule.reduction, get_args(losses.Reduction), "reduction")
+    checks.check_choice(rule.nonfinite, get_args(Nonfinite), "nonfinite")
+    checks.check_choice(rule.engine, get_args(Engine), "engine")
     return rule._replace(layers=tuple(layer for asked, layer in LAYERS if asked(rule)))
 
 
@@ -39,4 +39,4 @@ def layered(seams: Seams, window: Window) -> Seams:
     """Seams with all layers around them."""
     for layer in window.rule.layers:
         seams = layer(seams, window)
-    return reaching_ranks(seams, window) if ranks_exist() else seams
+    return ranks.reaching_ranks(seams, window) if ranks.ranks_exist() else seams

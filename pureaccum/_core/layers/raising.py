@@ -5,29 +5,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._base.torch_internals.modes import transform_active
-from ..._base.trees import finite, is_finite, numbers_in
+from ..._base import trees
+from ..._base.torch_internals import modes
+from .. import weights
 from ..seams import Seams, Window, handing_on, judged_below
-from ..weights import Microbatch, Weighing, finite_wholly
 
 
 def raising(seams: Seams, window: Window) -> Seams:
     """Raise where the total of a microbatch, or anything in its gradient, is not finite."""
     if torch.compiler.is_dynamo_compiling():
         _refuse_to_look()
-    take, flags = handing_on(seams, window, finite)
+    take, flags = handing_on(seams, window, trees.finite)
 
     def term(*given: Any) -> Any:
         weighing, entry = seams.term(*given)
-        if not _told(is_finite(entry.value)):
+        if not _told(trees.is_finite(entry.value)):
             raise FloatingPointError(_sentence([window.name(None)]))
         return weighing, entry
 
-    def judge(entry: Microbatch, weighing: Weighing | None) -> Microbatch:
+    def judge(entry: weights.Microbatch, weighing: weights.Weighing | None) -> weights.Microbatch:
         entry = judged_below(seams, entry, weighing)
         if weighing is None:
             return entry
-        ok = finite_wholly(entry, flags.values(), weighing.keep, window.sink.kinds.layouts)
+        ok = weights.finite_wholly(entry, flags.values(), weighing.keep, window.sink.kinds.layouts)
         if not _told(ok):
             where = [window.name(i) for i, flag in sorted(flags.items()) if not _told(flag)]
             raise FloatingPointError(_sentence(where or ["the gradient on another rank"]))
@@ -39,9 +39,9 @@ def raising(seams: Seams, window: Window) -> Seams:
 
 def _told(flag: Tensor) -> bool:
     """Whether a flag is true, for all members of a vmap; the host waits for it."""
-    if not transform_active():
+    if not modes.transform_active():
         return bool(flag)
-    numbers = numbers_in(flag.cpu())
+    numbers = trees.numbers_in(flag.cpu())
     return _refuse_to_look() if numbers is None else all(numbers)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import weights
 from ..seams import Seams, Window
-from ..weights import Weighing
 
 
 def ranks_exist() -> bool:
@@ -30,7 +30,7 @@ def reaching_ranks(seams: Seams, window: Window) -> Seams:
         if recorded.backward is None or recorded.backward.group is None:
             return weighing, entry
         if weighing is None:
-            weighing = Weighing(torch.zeros_like(recorded.seen.total), 1.0, None)
+            weighing = weights.Weighing(torch.zeros_like(recorded.seen.total), 1.0, None)
         elif weighing.keep is not None:
             cotangent = torch.where(weighing.keep, weighing.cotangent, 0.0)
             weighing = weighing._replace(cotangent=cotangent, keep=None)

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import weights
 from ..seams import Seams, Window
-from ..weights import scaled
 
 
 def scale(seams: Seams, window: Window) -> Seams:
@@ -18,7 +18,7 @@ def scale(seams: Seams, window: Window) -> Seams:
         if weighing is None:
             return weighing, entry
         if made[0] is not weighing.cotangent:
-            made = weighing.cotangent, scaled(weighing.cotangent, window.scale)
+            made = weighing.cotangent, weights.scaled(weighing.cotangent, window.scale)
         return weighing._replace(cotangent=made[1]), entry
 
     return seams._replace(term=term)

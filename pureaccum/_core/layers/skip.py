@@ -9,26 +9,26 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..._base.trees import finite, known
+from ..._base import trees
+from .. import weights
 from ..seams import Seams, Take, Window, handing_on, judged_below, taking
-from ..weights import Microbatch, Weighing, finite_wholly, without_skipped
 
 
 # How gradients are taken; whether each is finite; and what lets all of them in, or none.
-Selecting = tuple[Take, Callable[[], Iterable[Tensor]], Callable[[Tensor, Weighing], None]]
+Selecting = tuple[Take, Callable[[], Iterable[Tensor]], Callable[[Tensor, weights.Weighing], None]]
 
 
 def skip(seams: Seams, window: Window) -> Seams:
     """Leave microbatches out that are not finite."""
     take, flags, select = (_waiting if window.before is None else _taking_back)(seams, window)
 
-    def judge(entry: Microbatch, weighing: Weighing | None) -> Microbatch:
+    def judge(entry: weights.Microbatch, weighing: weights.Weighing | None) -> weights.Microbatch:
         if weighing is None:
             return judged_below(seams, entry, weighing)
         layouts = window.sink.kinds.layouts
-        ok = finite_wholly(entry, flags(), weighing.keep, layouts)
+        ok = weights.finite_wholly(entry, flags(), weighing.keep, layouts)
         select(ok, weighing)
-        return without_skipped(judged_below(seams, entry, weighing), ok)
+        return weights.without_skipped(judged_below(seams, entry, weighing), ok)
 
     return seams._replace(take=take, judge=judge)
 
@@ -37,24 +37,24 @@ def _waiting(seams: Seams, window: Window) -> Selecting:
     gradients: dict[int, Tensor] = {}
     inner = taking(seams, window)
 
-    def take(which: Sequence[int], grads: Sequence[Tensor], _: Weighing) -> None:
+    def take(which: Sequence[int], grads: Sequence[Tensor], _: weights.Weighing) -> None:
         gradients.update(zip(which, grads, strict=True))
 
-    def select(ok: Tensor, weighing: Weighing) -> None:
+    def select(ok: Tensor, weighing: weights.Weighing) -> None:
         selected = weighing._replace(keep=ok if weighing.keep is None else ok & weighing.keep)
         if not gradients:
             inner([], [], selected)
         for i in [*gradients]:  # one at a time: each is dropped before the next is selected
             inner([i], [gradients.pop(i)], selected)
 
-    return take, lambda: map(finite, gradients.values()), select
+    return take, lambda: map(trees.finite, gradients.values()), select
 
 
 def _taking_back(seams: Seams, window: Window) -> Selecting:
-    take, flags = handing_on(seams, window, finite)
+    take, flags = handing_on(seams, window, trees.finite)
 
-    def select(ok: Tensor, _: Weighing) -> None:
-        if not known(ok):
+    def select(ok: Tensor, _: weights.Weighing) -> None:
+        if not trees.known(ok):
             for new, old in zip(window.sink.tensors, window.before or [], strict=True):
                 torch.where(ok.to(new.device), new, old, out=new)
 

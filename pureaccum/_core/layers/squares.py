@@ -5,17 +5,16 @@ The norm of a gradient that lies on several ranks is known once all of it is the
 
 from typing import Any
 
-from ..._base.dtensors import norms_of_sums
-from ..._base.trees import norm
+from ..._base import dtensors, trees
+from .. import weights
 from ..seams import Seams, Window, handing_on, judged_below
-from ..weights import Microbatch, Weighing, with_squares
 
 
 def squares(seams: Seams, window: Window) -> Seams:
     """Let the entry of a microbatch have |s|² / w for each s that it adds to a sum."""
     sink = window.sink
     sharded = sink.kinds.layouts is not None
-    take, noted = handing_on(seams, window, (lambda grad: grad) if sharded else norm)
+    take, noted = handing_on(seams, window, (lambda grad: grad) if sharded else trees.norm)
 
     def term(*given: Any) -> Any:
         weighing, entry = seams.term(*given)
@@ -27,14 +26,14 @@ def squares(seams: Seams, window: Window) -> Seams:
             )
         return weighing, entry
 
-    def judge(entry: Microbatch, weighing: Weighing | None) -> Microbatch:
+    def judge(entry: weights.Microbatch, weighing: weights.Weighing | None) -> weights.Microbatch:
         entry = judged_below(seams, entry, weighing)
         if weighing is None:
             return entry
         each: Any = [noted.get(i) for i in range(len(sink.leaves))]
         noted.clear()
         if sharded:
-            each = norms_of_sums(each, sink.leaves)
-        return with_squares(entry, each, weighing, window.unit)
+            each = dtensors.norms_of_sums(each, sink.leaves)
+        return weights.with_squares(entry, each, weighing, window.unit)
 
     return seams._replace(term=term, take=take, judge=judge)

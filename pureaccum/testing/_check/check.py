@@ -15,29 +15,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..._base.checks import check_choice, read_params
-from ..._base.trees import all_finite, flatten, paths
-from ..._core.batches import Batch, need_rows, read_batch, rows_to_cut
-from ..._core.losses import Reduction
-from .diagnosis import UNKNOWN, Case, diagnose, wrong_derivatives
-from .kept import names_of
+from ..._base import checks, trees
+from ..._core import batches, losses
+from . import diagnosis, kept, trials
 from .loop import Loop, of_loop, run_loop, trial_of_loop
 from .report import AccumulationMismatch, Diagnosis, Report, Split
 from .subject import Subject, preserving_random, split_at, uncompiled, ways
-from .trials import (
-    Comparison,
-    Trial,
-    accumulated,
-    compare_natively,
-    is_rounding,
-    name_of,
-    native_trial,
-    raises,
-    repeats,
-    trial_of,
-    whole_batch,
-    worst_of,
-)
 from .watch import Seen, watch
 
 
@@ -50,7 +33,7 @@ def check_accumulation(
     batch: Any,
     *,
     has_aux: bool = False,
-    reduction: Reduction = "mean",
+    reduction: losses.Reduction = "mean",
     loop: Loop | None = None,
     splits: int | Sequence[Sequence[int]] = 8,
     weights: str | None = None,
@@ -109,8 +92,8 @@ def check_accumulation(
         which asks the same of a derivative.
     """
     __tracebackhide__ = True  # of pytest
-    check_choice(reduction, get_args(Reduction), "reduction")
-    check_choice(reference, get_args(Reference), "reference")
+    checks.check_choice(reduction, get_args(losses.Reduction), "reduction")
+    checks.check_choice(reference, get_args(Reference), "reference")
     if not (loop is None or callable(loop)):
         raise TypeError(
             f"loop is of type {type(loop).__name__}; expected "
@@ -122,7 +105,7 @@ def check_accumulation(
     random = torch.Generator().manual_seed(seed)
     read = read_splits(subject.rows, splits, random)
     with torch.inference_mode(False), preserving_random(), uncompiled():
-        seen = watch(subject, names_of(loss_fn, loop))
+        seen = watch(subject, kept.names_of(loss_fn, loop))
         setting = subject.setting._replace(generators=seen.generators)
         subject = subject._replace(weighted=seen.weighted, kept=seen.kept, setting=setting)
         subjects = [subject]
@@ -141,7 +124,7 @@ def assert_accumulates(  # noqa: D417
     batch: Any,
     *,
     has_aux: bool = False,
-    reduction: Reduction = "mean",
+    reduction: losses.Reduction = "mean",
     loop: Loop | None = None,
     splits: int | Sequence[Sequence[int]] = 8,
     weights: str | None = None,
@@ -181,11 +164,15 @@ def read_subject(loss_fn: Any, params: Any, batch: Any, seeds: Iterator[int]) ->
         raise TypeError(
             f"loss_fn is of type {type(loss_fn).__name__}; expected a function of (params, batch)."
         )
-    read_params(params)
-    flat = read_batch(batch)
+    checks.read_params(params)
+    flat = batches.read_batch(batch)
     layouts = {x.layout for x in flat.leaves if isinstance(x, Tensor)}
     # A check takes rows one by one, which torch can do of COO tensors, too.
-    need_two(need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat, one_by_one=True))
+    need_two(
+        batches.need_rows(flat)
+        if torch.sparse_coo in layouts
+        else batches.rows_to_cut(flat, one_by_one=True)
+    )
     return Subject(loss_fn=loss_fn, params=params, batch=flat, seeds=seeds)
 
 
@@ -217,9 +204,9 @@ def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Split]:
     return [split_at(tuple(range(rows)), itertools.accumulate(sizes)) for sizes in splits]
 
 
-def find_leaf(batch: Batch, name: str) -> int:
+def find_leaf(batch: batches.Batch, name: str) -> int:
     """The position of the leaf of a batch that a path, or the last key of a path, names."""
-    names = paths(batch.spec, "batch")
+    names = trees.paths(batch.spec, "batch")
     endings = (name, f"batch{name}", f"batch[{name!r}]")
     found = [i for i, path in enumerate(names) if path in endings]
     if not found or not isinstance(batch.leaves[found[0]], Tensor):
@@ -255,19 +242,22 @@ def _examine(
     finite_differences: bool,
 ) -> Report:
     """Try all splits of one loss on some batches, find the causes, and then try the loop."""
-    subject, names = subjects[0], ["value", *paths(flatten(subjects[0].params)[1], "params")]
+    subject, names = (
+        subjects[0],
+        ["value", *trees.paths(trees.flatten(subjects[0].params)[1], "params")],
+    )
     tried = [_comparable_trial(each, seen.narrowest, reference) for each in subjects]
     sound = _try_all(tried, splits)
     times = 12 if seen.draws or seen.assigned else 1
-    draws, keeps = repeats(tried[0].subject, whole_batch, tried[0].bound, times)
+    draws, keeps = trials.repeats(tried[0].subject, trials.whole_batch, tried[0].bound, times)
     found, overflow = _compared(
         tried,
         splits,
         sound,
-        lambda split: accumulated(subject, split).leaves,
-        lambda: whole_batch(subject).leaves,
+        lambda split: trials.accumulated(subject, split).leaves,
+        lambda: trials.whole_batch(subject).leaves,
     )
-    case = Case(
+    case = diagnosis.Case(
         subject=subject,
         trial=next((trial for trial in tried if not trial.fits(splits)), tried[0]),
         seen=seen,
@@ -277,9 +267,9 @@ def _examine(
         overflow="" if overflow is None else names[overflow],
         worst=found.worst,
     )
-    causes = diagnose(case)
+    causes = diagnosis.diagnose(case)
     if finite_differences and not causes:
-        causes = tuple(wrong_derivatives(tried[0].subject))
+        causes = tuple(diagnosis.wrong_derivatives(tried[0].subject))
     if loop is not None:
         with _advising(reference):
             run_loop(loop, tried[0].subject, splits[0])  # what it raises comes through
@@ -290,51 +280,58 @@ def _examine(
         found = found._replace(native=[math.nan] * len(names))
     loss = "Weighted" if seen.weighted else subject.reduction
     return found.report(
-        names, causes, loss, seen.dtype, name_of(seen.dtype) if reference == "native" else reference
+        names,
+        causes,
+        loss,
+        seen.dtype,
+        trials.name_of(seen.dtype) if reference == "native" else reference,
     )
 
 
 def _compared(
-    tried: list[Trial],
+    tried: list[trials.Trial],
     splits: list[Split],
     sound: list[Split],
     run: Callable[[Split], list[Tensor]],
     alone: Callable[[], list[Tensor]],
-) -> tuple[Comparison, int | None]:
+) -> tuple[trials.Comparison, int | None]:
     """All splits beside the full batch, and the sound ones in the loss's own dtypes."""
     full = tried[0].whole(tried[0].subject.everything())
-    worst = worst_of(tried, splits, len(full))
-    native, overflow = compare_natively(run, alone, full, sound)
-    return Comparison(tried, splits, worst, native), overflow
+    worst = trials.worst_of(tried, splits, len(full))
+    native, overflow = trials.compare_natively(run, alone, full, sound)
+    return trials.Comparison(tried, splits, worst, native), overflow
 
 
 def _loop_compared(
-    loop: Loop, own: list[Trial], splits: list[Split], sound: list[Split], subject: Subject
-) -> Comparison:
+    loop: Loop, own: list[trials.Trial], splits: list[Split], sound: list[Split], subject: Subject
+) -> trials.Comparison:
     tried = [trial_of_loop(loop, trial) for trial in own]
     return _compared(
         tried,
         splits,
         [split for split in _try_all(tried, splits) if split in sound],
         lambda split: run_loop(loop, subject, split),
-        lambda: whole_batch(subject).leaves[1:],
+        lambda: trials.whole_batch(subject).leaves[1:],
     )[0]
 
 
-def _comparable_trial(subject: Subject, narrowest: torch.dtype, reference: Reference) -> Trial:
+def _comparable_trial(
+    subject: Subject, narrowest: torch.dtype, reference: Reference
+) -> trials.Trial:
     with _advising(reference):
         native = reference == "native"
-        trial = native_trial(subject, narrowest) if native else trial_of(subject)
+        trial = trials.native_trial(subject, narrowest) if native else trials.trial_of(subject)
     full: list[Tensor] = trial.whole(subject.everything())
-    if not all_finite(full):
+    if not trees.all_finite(full):
         raise ValueError(
             f"the loss of the whole batch is {float(full[0]):g} in {reference}, its gradient "
-            f"{'' if all_finite(full[1:]) else 'not '}finite: there is nothing to compare with."
+            f"{'' if trees.all_finite(full[1:]) else 'not '}finite: there is nothing to compare "
+            "with."
         )
     return trial
 
 
-def _try_all(tried: list[Trial], splits: list[Split]) -> list[Split]:
+def _try_all(tried: list[trials.Trial], splits: list[Split]) -> list[Split]:
     """Try all splits; returns those among the fixed ones that give finite numbers."""
     for trial in tried:
         for split in splits:
@@ -343,19 +340,19 @@ def _try_all(tried: list[Trial], splits: list[Split]) -> list[Split]:
 
 
 def _cause_of_loop(
-    loop: Loop, found: Comparison, case: Case, reference: Reference
+    loop: Loop, found: trials.Comparison, case: diagnosis.Case, reference: Reference
 ) -> Diagnosis | None:
     """What is wrong with a loop where nothing is wrong with the loss."""
     cause = of_loop(loop, found.trials[0], wrong=not found.fits)
     if cause or found.fits:
         return cause
-    if reference == "float64" and is_rounding(found.native):
+    if reference == "float64" and trials.is_rounding(found.native):
         raise ValueError(
-            f"the loop computes in {name_of(case.seen.dtype)} whatever it is given (with a "
+            f"the loop computes in {trials.name_of(case.seen.dtype)} whatever it is given (with a "
             "module's own parameters?), and is as near to float64 as that can be; pass "
             "reference='native' to compare it in its own dtype."
         )
-    return raises(found.trials[0], case.splits) or UNKNOWN
+    return trials.raises(found.trials[0], case.splits) or diagnosis.UNKNOWN
 
 
 @contextmanager

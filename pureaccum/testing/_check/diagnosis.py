@@ -14,46 +14,39 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._base.checks import here
-from ..._base.refusals import users_line
-from ..._base.trees import flatten, paths, tree_leaves, tree_map, unflatten
-from ..._core.differences import Miss, SecondOrder, misses
-from ..._core.losses import Reduction, read
+from ..._base import checks, refusals, trees
+from ..._core import differences, losses
 from ...curvature import hvp
-from .kept import Kept
-from .report import Diagnosis, Split
-from .rows import of_rows
+from . import kept, report, rows, trials, watch
 from .subject import BATCH_NORM, DROPOUTS, Subject
-from .trials import Trial, repeats, trial_of, whole_batch
-from .watch import Call, Seen, Written
 
 
 class Case(NamedTuple):
     """What a check found out."""
 
     subject: Subject  # in its own dtypes
-    trial: Trial
-    seen: Seen
-    splits: Sequence[Split]
+    trial: trials.Trial
+    seen: watch.Seen
+    splits: Sequence[report.Split]
     draws: bool  # other random numbers give another result
     keeps: bool  # a second call gives another result
     overflow: str  # the leaf that is not finite in the loss's own dtypes
-    worst: Sequence[tuple[float, Trial, Split]]  # of each leaf
+    worst: Sequence[tuple[float, trials.Trial, report.Split]]  # of each leaf
 
     @property
-    def shown(self) -> list[Split]:
+    def shown(self) -> list[report.Split]:
         """Small splits that show what is wrong."""
         return list(dict.fromkeys(it for _, its, it in self.worst if it and its is self.trial))
 
 
-UNKNOWN = Diagnosis(
+UNKNOWN = report.Diagnosis(
     "unknown",
     "no experiment tells why.",
     "pa.grad(loss, microbatch_size=None)  # the full batch at once",
 )
 
 
-def diagnose(case: Case) -> tuple[Diagnosis, ...]:
+def diagnose(case: Case) -> tuple[report.Diagnosis, ...]:
     """The causes; none where all is well."""
     causes = [*_state(case), *_random(case), *_overflow(case)]
     if case.trial.fits(case.splits):
@@ -61,14 +54,14 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     rest, fits = _rest(case)
     causes += _batch_statistics(case, fits)
     if rest is not None and not fits:
-        found = of_rows(rest, case.splits, case.shown)
+        found = rows.of_rows(rest, case.splits, case.shown)
         if any(cause.kind == "batch coupling" for cause in found):
             found = [*_suspects(case)] or [*_data_statistics(rest, case.splits)] or found
         causes += found
     return tuple(causes) or (UNKNOWN,)
 
 
-def _rest(case: Case) -> tuple[Trial | None, bool]:
+def _rest(case: Case) -> tuple[trials.Trial | None, bool]:
     """A trial of the loss without dropout and batch norms, and whether it fits.
 
     None where that cannot be told.
@@ -79,8 +72,8 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
         return None if case.draws or case.keeps else case.trial, False
     subject = case.subject.leaving_out(frozenset(without))
     try:
-        trial = trial_of(subject)
-        if any(repeats(trial.subject, whole_batch, trial.bound, 1)):
+        trial = trials.trial_of(subject)
+        if any(trials.repeats(trial.subject, trials.whole_batch, trial.bound, 1)):
             return None, False
         return trial, trial.fits(case.splits)
     except Exception:
@@ -93,18 +86,18 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
 _ARGUMENT = "def loss(params, batch): ...  # what changes comes in as an argument, or in the batch"
 
 
-def _written(case: Case) -> list[Written]:
+def _written(case: Case) -> list[watch.Written]:
     """What is written to, but for running statistics, which have a diagnosis of their own."""
     norms = {call.module for call in case.seen.batch_norms} - {""}
     found = (w for w in case.seen.written if w.by.module not in norms)
     return [w for w in found if w.by.function != BATCH_NORM]
 
 
-def _state(case: Case) -> Iterator[Diagnosis]:
+def _state(case: Case) -> Iterator[report.Diagnosis]:
     written = _written(case)
     held = [w for w in written if not w.given]
     if given := _listed([w.name for w in written if w.given]):
-        yield Diagnosis(
+        yield report.Diagnosis(
             "state",
             f"the loss changes {given}, which it was given, in place: microbatches are views, so "
             "the caller's batch changes with them.",
@@ -112,7 +105,7 @@ def _state(case: Case) -> Iterator[Diagnosis]:
         )
     if held:
         by_module = all(w.by.module for w in held)
-        yield Diagnosis(
+        yield report.Diagnosis(
             "state",
             f"the loss writes to {_listed([w.name for w in held])}, which it holds: once for every "
             "microbatch, in place of once for the batch.",
@@ -124,7 +117,7 @@ def _state(case: Case) -> Iterator[Diagnosis]:
         )
     if case.keeps:
         what = _listed(case.seen.assigned) or "a generator of its own?"
-        yield Diagnosis(
+        yield report.Diagnosis(
             "state",
             "calls with the same arguments and the same random numbers differ: the loss keeps "
             f"something from call to call ({what}).",
@@ -132,9 +125,9 @@ def _state(case: Case) -> Iterator[Diagnosis]:
         )
 
 
-def _random(case: Case) -> Iterator[Diagnosis]:
+def _random(case: Case) -> Iterator[report.Diagnosis]:
     if case.draws:
-        yield Diagnosis(
+        yield report.Diagnosis(
             "randomness",
             "two calls with the same arguments differ, and agree with the same random seed: other "
             "microbatches get other numbers from "
@@ -149,9 +142,9 @@ def _keys(case: Case) -> str:
     return 'batch["noise"] = torch.randn(...)  # drawn before the batch is cut; or pa.normal, keys'
 
 
-def _overflow(case: Case) -> Iterator[Diagnosis]:
+def _overflow(case: Case) -> Iterator[report.Diagnosis]:
     if case.overflow:
-        yield Diagnosis(
+        yield report.Diagnosis(
             "overflow",
             f"{case.overflow} of a microbatch is inf or NaN in "
             f"{str(case.seen.dtype).removeprefix('torch.')}, and finite in float64.",
@@ -160,13 +153,13 @@ def _overflow(case: Case) -> Iterator[Diagnosis]:
         )
 
 
-def _batch_statistics(case: Case, fits: bool) -> Iterator[Diagnosis]:
+def _batch_statistics(case: Case, fits: bool) -> Iterator[report.Diagnosis]:
     if not case.seen.batch_norms:
         return
     first = case.seen.batch_norms[0]
     other = "; without it the loss fits" if fits else ""
     eval_ = f"{first.root}.get_submodule({first.path!r})" if first.path else first.root or "module"
-    yield Diagnosis(
+    yield report.Diagnosis(
         "batch statistics",
         "the mean and variance of a microbatch are not the batch's, and normalise what goes "
         f"through {_callers(case.seen.batch_norms)}{other}.",
@@ -176,18 +169,18 @@ def _batch_statistics(case: Case, fits: bool) -> Iterator[Diagnosis]:
     )
 
 
-def _suspects(case: Case) -> Iterator[Diagnosis]:
+def _suspects(case: Case) -> Iterator[report.Diagnosis]:
     """What may make rows depend on each other besides the loss's own formula."""
     # dropout has been left out already
     if draws := [call for call in case.seen.draws if call.function not in DROPOUTS]:
-        yield Diagnosis(
+        yield report.Diagnosis(
             "randomness",
             f"every call gets the same numbers from {_callers(draws)}: every microbatch gets those "
             "of the first rows.",
             _keys(case),
         )
     elif case.seen.assigned and _fits_after_a_call(case):
-        yield Diagnosis(
+        yield report.Diagnosis(
             "state",
             f"the first call assigns {_listed(case.seen.assigned)}, made of the rows that it sees: "
             "made of another microbatch, it would differ. Once it is there, the loss fits.",
@@ -198,14 +191,14 @@ def _suspects(case: Case) -> Iterator[Diagnosis]:
 def _fits_after_a_call(case: Case) -> bool:
     """Whether all is well where the loss keeps what a call with the whole batch made."""
     try:
-        return trial_of(case.subject._replace(kept=Kept())).fits(case.splits)
+        return trials.trial_of(case.subject._replace(kept=kept.Kept())).fits(case.splits)
     except Exception:
         return False
     finally:
         case.subject.kept.put_back()
 
 
-def _callers(calls: Sequence[Call]) -> str:
+def _callers(calls: Sequence[watch.Call]) -> str:
     return _listed([call.where for call in calls])
 
 
@@ -221,20 +214,24 @@ def _listed(names: list[str]) -> str:
 _STATISTICS = {
     *("mean", "nanmean", "std", "var", "std_mean", "var_mean", "amax", "amin", "max", "min")
 }
-_TRIES: tuple[tuple[set[str], Reduction | None], ...] = (  # what is told, and what the loss is then
+_TRIES: tuple[
+    tuple[set[str], losses.Reduction | None], ...
+] = (  # what is told, and what the loss is then
     (_STATISTICS, None),
     (_STATISTICS | {"sum"}, None),
     (_STATISTICS | {"sum"}, "sum"),  # divided by a count of the whole batch
 )
-_Answers = list[tuple[Call, Any]]
+_Answers = list[tuple[watch.Call, Any]]
 
 
-def _data_statistics(trial: Trial, splits: Sequence[Split]) -> Iterator[Diagnosis]:
+def _data_statistics(
+    trial: trials.Trial, splits: Sequence[report.Split]
+) -> Iterator[report.Diagnosis]:
     """The statistics of its data that a loss takes, if it fits with those of the whole batch."""
     tries = _TRIES if trial.subject.dtype is not None else ()
     found = (_told(trial.subject, names, then, splits) for names, then in tries)
     if where := next(filter(None, found), ""):
-        yield Diagnosis(
+        yield report.Diagnosis(
             "data statistics",
             f"the loss takes statistics of its data over the rows of a microbatch: {where}. With "
             "those of the whole batch it fits.",
@@ -244,13 +241,13 @@ def _data_statistics(trial: Trial, splits: Sequence[Split]) -> Iterator[Diagnosi
 
 
 def _told(
-    subject: Subject, names: set[str], then: Reduction | None, splits: Sequence[Split]
+    subject: Subject, names: set[str], then: losses.Reduction | None, splits: Sequence[report.Split]
 ) -> str:
     """Where the loss takes these statistics, if it fits with those of the whole batch."""
     seed = next(subject.seeds)
     try:
         noted = _noted(subject, names, seed)
-        negated = subject._replace(params=tree_map(lambda x: -x, subject.params))
+        negated = subject._replace(params=trees.tree_map(lambda x: -x, subject.params))
         if not noted or not _same(noted, _noted(negated, names, seed)):
             return ""  # statistics of the data are the same for other parameters
 
@@ -260,7 +257,7 @@ def _told(
                 return subject.loss_fn(params, part)
 
         told = subject._replace(loss_fn=loss_fn, reduction=then or subject.reduction)
-        if not trial_of(told).fits(splits):
+        if not trials.trial_of(told).fits(splits):
             return ""
     except Exception:
         return ""
@@ -271,7 +268,7 @@ def _noted(subject: Subject, names: set[str], seed: int) -> _Answers:
     """The statistics that a loss takes of the whole batch."""
     noted: _Answers = []
 
-    def note(call: Call, own: Callable[[], Any]) -> Any:
+    def note(call: watch.Call, own: Callable[[], Any]) -> Any:
         noted.append((call, own()))
         return noted[-1][1]
 
@@ -284,23 +281,27 @@ def _noted(subject: Subject, names: set[str], seed: int) -> _Answers:
 
 
 def _same(noted: _Answers, others: _Answers) -> bool:
-    values, more = (tree_leaves([own for _, own in each]) for each in (noted, others))
+    values, more = (trees.tree_leaves([own for _, own in each]) for each in (noted, others))
     return all(x.equal(y) for x, y in zip(values, more, strict=True))
 
 
 class _Statistics(TorchFunctionMode):
     """Returns what ``answer`` makes of each statistic over rows of what has no gradient."""
 
-    def __init__(self, names: set[str], answer: Callable[[Call, Callable[[], Any]], Any]) -> None:
+    def __init__(
+        self, names: set[str], answer: Callable[[watch.Call, Callable[[], Any]], Any]
+    ) -> None:
         super().__init__()
         self.names, self.answer = names, answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        observed = here.observed is not None  # what is called there is called again
+        observed = checks.here.observed is not None  # what is called there is called again
         if observed or name not in self.names or not _over_rows(*args, **kwargs):
             return func(*args, **kwargs)
-        return self.answer(Call(function=name, line=users_line()), lambda: func(*args, **kwargs))
+        return self.answer(
+            watch.Call(function=name, line=refusals.users_line()), lambda: func(*args, **kwargs)
+        )
 
 
 def _over_rows(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
@@ -316,35 +317,41 @@ def _over_rows(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
 # Derivatives, beside differences ---------------------------------------------------------
 
 
-def wrong_derivatives(subject: Subject) -> Iterator[Diagnosis]:
+def wrong_derivatives(subject: Subject) -> Iterator[report.Diagnosis]:
     """What is not the derivative of the loss, or not that of its gradient, by differences."""
-    seed, (leaves, spec) = next(subject.seeds), flatten(subject.params)
+    seed, (leaves, spec) = next(subject.seeds), trees.flatten(subject.params)
     _, batch = subject.arguments(subject.everything())
 
     def total(params: Any) -> Tensor:
-        return read(subject.loss_fn(params, batch), subject.has_aux)[0].total
+        return losses.read(subject.loss_fn(params, batch), subject.has_aux)[0].total
 
-    def missed(params: Any, whole: Callable[[Any], Any]) -> dict[int, Miss]:
+    def missed(params: Any, whole: Callable[[Any], Any]) -> dict[int, differences.Miss]:
         def product(params: Any, v: Any) -> Any:
             try:
                 return hvp(lambda x: total(whole(x)), batch_argnums=(), check=False)(params, v)[1]
             except RuntimeError:  # there is no second derivative, and torch says so
-                return tree_map(lambda x: torch.full_like(x, torch.nan), v)
+                return trees.tree_map(lambda x: torch.full_like(x, torch.nan), v)
 
         return (
-            misses(SecondOrder(whole, total, product, partial(subject.running, seed)), params) or {}
+            differences.misses(
+                differences.SecondOrder(whole, total, product, partial(subject.running, seed)),
+                params,
+            )
+            or {}
         )
 
-    def of_leaf(i: int) -> dict[int, Miss]:
-        return missed(leaves[i], lambda x: unflatten(spec, [*leaves[:i], x, *leaves[i + 1 :]]))
+    def of_leaf(i: int) -> dict[int, differences.Miss]:
+        return missed(
+            leaves[i], lambda x: trees.unflatten(spec, [*leaves[:i], x, *leaves[i + 1 :]])
+        )
 
-    found, names = missed(subject.params, lambda params: params), paths(spec, "params")
+    found, names = missed(subject.params, lambda params: params), trees.paths(spec, "params")
     where, what = [names[i - 1] for i in found if i], "its gradient"
     if 0 in found and found[0].bound:
         where, what = [name for i, name in enumerate(names) if 0 in of_leaf(i)], "the loss"
     if where:
         by = ", ".join(found[min(found)].functions) or "an operation of torch itself"
-        yield Diagnosis(
+        yield report.Diagnosis(
             "wrong derivative",
             f"central differences of {what} differ from the derivative that is computed for it, in "
             f"{_listed(where)}; likely by {by}.",

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._base.torch_internals.module_slots import tensor_places
+from ..._base.torch_internals import module_slots
 from .._assertions import dense, same
 from .._pure import captured, contents, elsewhere, global_names
 
@@ -132,7 +132,7 @@ def _of_module(path: str, root: nn.Module) -> Iterator[Namespace]:
                 inside = _of_container(f"{name}.{key}", value)
                 if inside is not None:
                     yield inside._replace(kind="attributes")
-    for module, attributes, kind in tensor_places(root):
+    for module, attributes, kind in module_slots.tensor_places(root):
         yield _of_dict(paths[module], attributes[kind], "tensors")
     yield _of_grads(path, dict(root.named_parameters()))
 

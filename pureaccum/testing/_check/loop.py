@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._base.checks import check_same_structure
-from ..._base.trees import flatten, paths, tree_leaves
-from ..._core.ledger import plain_sum
-from ..._core.losses import divisor
-from .report import Diagnosis, Indices, Split
+from ..._base import checks, trees
+from ..._core import ledger, losses
+from . import report, trials
 from .subject import Subject, uneven
-from .trials import Bound, Result, Trial, repeats
 
 
 Loop = Callable[[Callable[..., Any], Any, list[Any]], Any]
@@ -28,29 +25,31 @@ Loop = Callable[[Callable[..., Any], Any, list[Any]], Any]
 # One call --------------------------------------------------------------------------------
 
 
-def trial_of_loop(loop: Loop, own: Trial) -> Trial:
+def trial_of_loop(loop: Loop, own: trials.Trial) -> trials.Trial:
     """A trial of a loop against what our own trial knows; without the value, which it hides."""
 
-    def accumulate(split: Split) -> Result:
-        return Result(run_loop(loop, own.subject, split), own.accumulate(split).sizes[1:])
+    def accumulate(split: report.Split) -> trials.Result:
+        return trials.Result(run_loop(loop, own.subject, split), own.accumulate(split).sizes[1:])
 
-    def whole(rows: Indices) -> list[Tensor]:
+    def whole(rows: report.Indices) -> list[Tensor]:
         return own.whole(rows)[1:]
 
-    bound = Bound(own.bound.share, own.bound.floor[1:])
+    bound = trials.Bound(own.bound.share, own.bound.floor[1:])
     return own._replace(accumulate=accumulate, whole=whole, bound=bound, known={})
 
 
-def run_loop(loop: Loop, subject: Subject, split: Split, seed: int | None = None) -> list[Tensor]:
+def run_loop(
+    loop: Loop, subject: Subject, split: report.Split, seed: int | None = None
+) -> list[Tensor]:
     """The leaves of the gradient that a loop returns."""
     params = subject.arguments(())[0]
     microbatches = [subject.arguments(rows)[1] for rows in split]
     with subject.running(seed):
         grads = loop(subject.loss_fn, params, microbatches)
-    (came, spec), (like, like_spec) = flatten(grads), flatten(params)
+    (came, spec), (like, like_spec) = trees.flatten(grads), trees.flatten(params)
     cause = "A loop returns the gradient of the whole batch, a tree like params."
-    check_same_structure(like_spec, spec, "params", "what the loop returned", cause)
-    for path, x, y in zip(paths(spec, "grads"), came, like, strict=True):
+    checks.check_same_structure(like_spec, spec, "params", "what the loop returned", cause)
+    for path, x, y in zip(trees.paths(spec, "grads"), came, like, strict=True):
         if not isinstance(x, Tensor) or x.shape != y.shape:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"the loop returned {shape} for {path} of {tuple(y.shape)}. {cause}")
@@ -66,7 +65,7 @@ def run_loop(loop: Loop, subject: Subject, split: Split, seed: int | None = None
 # What is wrong with it -------------------------------------------------------------------
 
 
-def of_loop(loop: Loop, trial: Trial, wrong: bool) -> Diagnosis | None:
+def of_loop(loop: Loop, trial: trials.Trial, wrong: bool) -> report.Diagnosis | None:
     """What the loop makes of a few microbatches of different sizes."""
     rows = trial.subject.everything()
     split = uneven(rows)
@@ -80,9 +79,10 @@ def of_loop(loop: Loop, trial: Trial, wrong: bool) -> Diagnosis | None:
         result = trial.accumulate(split).leaves
     except Exception:
         return None  # which the report tells
-    own = [float(divisor(state.weight, plain_sum(state, "sum"))) for state in states]
+    own = [float(losses.divisor(state.weight, ledger.plain_sum(state, "sum"))) for state in states]
     grads = [
-        [x / by for x in tree_leaves(state.grads)] for state, by in zip(states, own, strict=True)
+        [x / by for x in trees.tree_leaves(state.grads)]
+        for state, by in zip(states, own, strict=True)
     ]
     is_sum = not trial.subject.weighted and trial.subject.reduction == "sum"
     if trial.subject.weighted:
@@ -94,22 +94,22 @@ def of_loop(loop: Loop, trial: Trial, wrong: bool) -> Diagnosis | None:
     return None if found is None else mistake(found, shares, is_sum, certain)
 
 
-def _impure(loop: Loop, trial: Trial, split: Split) -> Diagnosis | None:
+def _impure(loop: Loop, trial: trials.Trial, split: report.Split) -> report.Diagnosis | None:
     sizes = trial.accumulate(split).sizes
 
-    def call(subject: Subject, seed: int) -> Result:
-        return Result(run_loop(loop, subject, split, seed), sizes)
+    def call(subject: Subject, seed: int) -> trials.Result:
+        return trials.Result(run_loop(loop, subject, split, seed), sizes)
 
-    draws, keeps = repeats(trial.subject, call, trial.bound, 2)
+    draws, keeps = trials.repeats(trial.subject, call, trial.bound, 2)
     if keeps:
-        return Diagnosis(
+        return report.Diagnosis(
             "state",
             "two calls of the loop with the same arguments differ: gradients of an earlier call "
             "are still there, or parameters were changed.",
             "optimizer.zero_grad()  # before the first microbatch of every step",
         )
     if draws:
-        return Diagnosis(
+        return report.Diagnosis(
             "randomness",
             "two calls of the loop with different random numbers differ.",
             "generator = torch.Generator().manual_seed(seed)  # or no random numbers",
@@ -135,7 +135,7 @@ _ALIKE = 1e-6  # tells one mistake from another, and not right from wrong
 
 def mistake(
     found: list[float], shares: list[float], is_sum: bool, certain: bool
-) -> Diagnosis | None:
+) -> report.Diagnosis | None:
     """The mistake that such factors show; None where they are right."""
 
     def are(*wanted: float) -> bool:
@@ -160,24 +160,24 @@ def mistake(
 
 
 _BY_ROWS = "grads += grad * (rows_of_microbatch / rows_of_batch)"
-_ZEROED = Diagnosis(
+_ZEROED = report.Diagnosis(
     "gradients zeroed",
     "only the last microbatch is in the result: the gradients are zeroed in every iteration, or "
     "overwritten.",
     "optimizer.zero_grad()  # once, before the loop over microbatches; and grad += g",
 )
-_TAIL_DROPPED = Diagnosis(
+_TAIL_DROPPED = report.Diagnosis(
     "tail dropped",
     "the last, shorter microbatch is not in the result.",
     "for part in pa.microbatches(batch, size): ...  # the ragged tail is kept",
 )
-_ALL_ALIKE = Diagnosis(
+_ALL_ALIKE = report.Diagnosis(
     "mean of means",
     "every microbatch counts alike, whatever its rows or its weight: right where all microbatches "
     "are equal, wrong where one is shorter.",
     f"{_BY_ROWS}  # not / number_of_microbatches",
 )
-_ADDED = Diagnosis(
+_ADDED = report.Diagnosis(
     "mean as sum",
     "means of microbatches are added and not divided: with k equal microbatches the result is k "
     "times the full batch's.",
@@ -185,8 +185,8 @@ _ADDED = Diagnosis(
 )
 
 
-def _sums_divided(k: int) -> Diagnosis:
-    return Diagnosis(
+def _sums_divided(k: int) -> report.Diagnosis:
+    return report.Diagnosis(
         "sum as mean",
         f"sums of microbatches are added and divided by their number, {k}: the result is 1/k of "
         "the full batch's.",
@@ -194,8 +194,8 @@ def _sums_divided(k: int) -> Diagnosis:
     )
 
 
-def _factor(ratio: float) -> Diagnosis:
-    return Diagnosis(
+def _factor(ratio: float) -> report.Diagnosis:
+    return report.Diagnosis(
         "factor",
         f"every microbatch counts {ratio:.6g} times as much as it should: is a scale not undone, a "
         "division done twice, a gradient clipped?",
@@ -203,9 +203,9 @@ def _factor(ratio: float) -> Diagnosis:
     )
 
 
-def _weighted_wrongly(found: list[float], shares: list[float]) -> Diagnosis:
+def _weighted_wrongly(found: list[float], shares: list[float]) -> report.Diagnosis:
     counted = ", ".join(f"{a:.4g} (right: {b:.4g})" for a, b in zip(found, shares, strict=True))
-    return Diagnosis(
+    return report.Diagnosis(
         "wrong weights",
         f"the microbatches count as {counted}. (Clipping each of them does that, too.)",
         _BY_ROWS,

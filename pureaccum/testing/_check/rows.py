@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._base.trees import all_finite, norm
-from ..._core.losses import Weighted
+from ..._base import trees
+from ..._core import losses
 from .report import Diagnosis, Indices, Split
 from .trials import Bound, Result, Trial, errors, raises, value_and_gradient
 
@@ -61,7 +61,7 @@ class LossOfRows(NamedTuple):
             value = None
             with suppress(Exception):
                 value = self.compute(rows)
-            self.known[rows] = value if value and all_finite(value.terms) else None
+            self.known[rows] = value if value and trees.all_finite(value.terms) else None
         return self.known[rows]
 
     def compute(self, rows: Indices) -> Value:
@@ -71,7 +71,7 @@ class LossOfRows(NamedTuple):
         def total(params: Any, part: Any) -> Any:
             loss = subject.loss_fn(params, part)
             loss = loss[0] if subject.has_aux else loss
-            if not isinstance(loss, Weighted):
+            if not isinstance(loss, losses.Weighted):
                 return loss
             weights.append(float(loss.weight))
             return loss.total
@@ -90,9 +90,10 @@ class LossOfRows(NamedTuple):
         """Whether a sum of values, each times a number, is another value, but for rounding."""
         columns = [*zip(*(value.times(by).terms for by, value in terms), strict=True)]
         sums = [torch.stack(column).sum(0) for column in columns]
-        sizes = [sum(float(norm(x)) for x in column) for column in columns]
+        sizes = [sum(float(trees.norm(x)) for x in column) for column in columns]
         share, floor = self.trial.bound
-        bound = Bound(share, [self.trial.subject.rows * x for x in floor])  # of a mean; these: sums
+        # of a mean; these: sums
+        bound = Bound(share, [self.trial.subject.rows * x for x in floor])
         return max(errors(Result(sums, sizes), want.terms, bound)) <= 1
 
 

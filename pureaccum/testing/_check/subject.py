@@ -19,17 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._base.deterministic import cast_tree
-from ..._base.observation import random_states
-from ..._base.trees import tree_map, unflatten
+from ..._base import deterministic, observation, trees
+from ..._core import batches, ledger, losses, precision, writes
 from ..._core.accumulator import accumulator
-from ..._core.batches import Batch
-from ..._core.ledger import AccumState
-from ..._core.losses import Reduction
-from ..._core.precision import InDtype
-from ..._core.writes import unguarded
+from . import report
 from .kept import Kept
-from .report import Indices, Split
 
 
 class Setting(NamedTuple):
@@ -45,10 +39,10 @@ class Subject(NamedTuple):
 
     loss_fn: Callable[..., Any]
     params: Any
-    batch: Batch
+    batch: batches.Batch
     seeds: Iterator[int]  # of the random numbers of each call
     has_aux: bool = False
-    reduction: Reduction = "mean"
+    reduction: losses.Reduction = "mean"
     weighted: bool = False  # whether it returns Weighted
     kept: Kept = Kept()  # what the loss changes of what it holds, and what was there
     setting: Setting = Setting()
@@ -65,19 +59,21 @@ class Subject(NamedTuple):
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
         """The same loss in another dtype, its data cast once."""
-        batch = self.batch._replace(leaves=cast_tree(self.batch.leaves, dtype))
+        batch = self.batch._replace(leaves=deterministic.cast_tree(self.batch.leaves, dtype))
         setting = self.setting._replace(dtype=dtype)
-        return self._replace(params=cast_tree(self.params, dtype), batch=batch, setting=setting)
+        return self._replace(
+            params=deterministic.cast_tree(self.params, dtype), batch=batch, setting=setting
+        )
 
     def leaving_out(self, functions: frozenset[str]) -> "Subject":
         """The same loss, in which functions of these names return their first argument."""
         return self._replace(setting=self.setting._replace(without=functions))
 
-    def everything(self) -> Indices:
+    def everything(self) -> report.Indices:
         """All rows of the batch."""
         return tuple(range(self.rows))
 
-    def arguments(self, rows: Indices) -> tuple[Any, Any]:
+    def arguments(self, rows: report.Indices) -> tuple[Any, Any]:
         """Parameters and some rows that the loss may write to: copies of what the caller has.
 
         In another dtype than their own, parameters are copies already.
@@ -88,8 +84,8 @@ class Subject(NamedTuple):
             for x in self.batch.leaves
         ]
         own = self.dtype is None
-        params = tree_map(lambda x: x.detach().clone() if own else x.detach(), self.params)
-        return params, unflatten(self.batch.spec, columns)
+        params = trees.tree_map(lambda x: x.detach().clone() if own else x.detach(), self.params)
+        return params, trees.unflatten(self.batch.spec, columns)
 
     @contextmanager
     def running(self, seed: int | None = None) -> Generator[None]:
@@ -99,12 +95,12 @@ class Subject(NamedTuple):
         mode = nullcontext() if dtype is None else computing_in(dtype, without)
         reseed(seed, generators)
         try:
-            with mode, unguarded():
+            with mode, writes.unguarded():
                 yield
         finally:
             self.kept.put_back()
 
-    def sums(self, rows: Indices, seed: int | None = None) -> AccumState:
+    def sums(self, rows: report.Indices, seed: int | None = None) -> ledger.AccumState:
         """What an accumulator holds after a microbatch of these rows."""
         # autograd runs what torch.func refuses, and batch norms that write to captured buffers
         acc = accumulator(self.loss_fn, self.has_aux, reduction=self.reduction, engine="autograd")
@@ -117,7 +113,7 @@ class Subject(NamedTuple):
 # Splits ----------------------------------------------------------------------------------
 
 
-def ways(rows: int, count: int, random: torch.Generator) -> list[Split]:
+def ways(rows: int, count: int, random: torch.Generator) -> list[report.Split]:
     """Halves, all but one row, quarters, single rows; then random parts in random order."""
     everything = tuple(range(rows))
     halves, quarters, few = (
@@ -133,13 +129,13 @@ def ways(rows: int, count: int, random: torch.Generator) -> list[Split]:
     return list(dict.fromkeys(split for split in found if len(split) > 1))
 
 
-def split_at(rows: Indices, edges: Iterable[int]) -> Split:
+def split_at(rows: report.Indices, edges: Iterable[int]) -> report.Split:
     """Cut rows into parts that end at these edges, and one of the rows that are left."""
     ends = itertools.pairwise([0, *edges, len(rows)])
     return tuple(rows[a:b] for a, b in ends if a < b)
 
 
-def uneven(rows: Indices) -> Split:
+def uneven(rows: report.Indices) -> report.Split:
     """Three microbatches of different sizes; two, where rows are few."""
     sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
     return split_at(rows, itertools.accumulate(sizes))
@@ -151,7 +147,7 @@ def uneven(rows: Indices) -> Split:
 @contextmanager
 def preserving_random(generators: Sequence[torch.Generator] = ()) -> Generator[None]:
     """Leave the global generators, and these, as they were."""
-    put_back, own = random_states(), [g.get_state() for g in generators]
+    put_back, own = observation.random_states(), [g.get_state() for g in generators]
     try:
         with torch.random.fork_rng():
             yield
@@ -182,7 +178,9 @@ def computing_in(dtype: torch.dtype, without: Iterable[str] = ()) -> Generator[N
     default, names = torch.get_default_dtype(), frozenset(without)
     torch.set_default_dtype(dtype)
     try:
-        with InDtype(dtype, lambda name, *given: name in names and is_active(name, *given)):
+        with precision.InDtype(
+            dtype, lambda name, *given: name in names and is_active(name, *given)
+        ):
             yield
     finally:
         torch.set_default_dtype(default)

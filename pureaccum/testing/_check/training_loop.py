@@ -16,15 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..._base.checks import check_number
-from ..._base.trees import all_finite, norm
-from ..._core.batches import read_batch, rows_to_cut
-from .check import need_two, read_splits
-from .diagnosis import UNKNOWN
+from ..._base import checks, trees
+from ..._core import batches
+from . import check, diagnosis, trials
 from .loop import fitted, mistake
 from .report import AccumulationMismatch, Diagnosis, Report, Split
 from .subject import BATCH_NORM, DROPOUTS, Subject, preserving_random, uncompiled, uneven
-from .trials import Comparison, Result, Trial, bound_of, lost_in_float32, trial_by, worst_of
 
 
 TrainingLoop = Callable[[nn.Module, torch.optim.Optimizer, list[Any]], object]
@@ -88,7 +85,7 @@ def check_training_loop(
     __tracebackhide__ = True  # of pytest
     given = _read(loop, model, batch, optimizer, max_norm)
     random = torch.Generator().manual_seed(seed)
-    split_in = read_splits(given.subject.rows, splits, random)
+    split_in = check.read_splits(given.subject.rows, splits, random)
     with torch.inference_mode(False), preserving_random(), uncompiled():
         report = given.examined(split_in)
     if raise_on_mismatch and not report.fits:
@@ -113,11 +110,13 @@ def _read(
             "anew for each call: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
         )
     if max_norm is not None:
-        max_norm = check_number(max_norm, "max_norm", "a number above zero", lambda it: it > 0)
+        max_norm = checks.check_number(
+            max_norm, "max_norm", "a number above zero", lambda it: it > 0
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model has no parameter that requires a gradient: nothing would move.")
-    flat = read_batch(batch)
-    need_two(rows_to_cut(flat, one_by_one=True))
+    flat = batches.read_batch(batch)
+    check.need_two(batches.rows_to_cut(flat, one_by_one=True))
     subject = Subject(loss_fn=loop, params={}, batch=flat, seeds=itertools.repeat(0))
     return _Examination(subject, model, cast(Any, optimizer), max_norm)
 
@@ -155,27 +154,29 @@ class _Examination:
             subject.loss_fn(model, optimizer, microbatches)
         return seen
 
-    def moved(self, subject: Subject, split: Split) -> Result:
+    def moved(self, subject: Subject, split: Split) -> trials.Result:
         """How the parameters move in a loop over some microbatches."""
         model = copy.deepcopy(self.model).to(subject.dtype)
         parameters = [p for p in model.parameters() if p.requires_grad]
         before = [p.detach().clone() for p in parameters]
         grads = self.gradients(model, self.make(parameters), subject, split)
         self.steps = len(grads)
-        self.norm = math.hypot(*(float(norm(g)) for g in grads[-1])) if grads else 0.0
-        return Result([p.detach() - x for p, x in zip(parameters, before, strict=True)], sizes=[])
+        self.norm = math.hypot(*(float(trees.norm(g)) for g in grads[-1])) if grads else 0.0
+        return trials.Result(
+            [p.detach() - x for p, x in zip(parameters, before, strict=True)], sizes=[]
+        )
 
-    def trial(self, subject: Subject) -> Trial:
+    def trial(self, subject: Subject) -> trials.Trial:
         """The loop over microbatches beside the loop over the whole batch, in float64."""
-        trial = trial_by(self.moved, subject.in_dtype(torch.float64))
+        trial = trials.trial_by(self.moved, subject.in_dtype(torch.float64))
         full = trial.whole(subject.everything())
-        lost = lost_in_float32(self.moved, subject, full)
+        lost = trials.lost_in_float32(self.moved, subject, full)
         # A move that is nothing but rounding is not judged: an optimizer that divides by the size
         # of a gradient makes a whole step of one that is zero on paper, such as that of a bias
         # below a softmax.
-        sizes = [float(norm(x)) for x in full]
+        sizes = [float(trees.norm(x)) for x in full]
         lost = [math.inf if x > 0.1 * size else x for x, size in zip(lost, sizes, strict=True)]
-        return trial._replace(bound=bound_of(lost))
+        return trial._replace(bound=trials.bound_of(lost))
 
     def examined(self, splits: list[Split]) -> Report:
         """Try all splits, and find the cause."""
@@ -184,8 +185,8 @@ class _Examination:
         self.moved(trial.subject, (self.subject.everything(),))
         self.check_moved(full)
         alone = [self.unclipped(), self.kept(trial.subject)]  # seen in the whole batch
-        worst = worst_of([trial], splits, len(self.names))
-        found = Comparison([trial], splits, worst, [math.nan] * len(self.names))
+        worst = trials.worst_of([trial], splits, len(self.names))
+        found = trials.Comparison([trial], splits, worst, [math.nan] * len(self.names))
         causes = [it for it in (None if found.fits else self.cause(trial, splits), *alone) if it]
         dtype = next(p for p in self.model.parameters() if p.requires_grad).dtype
         return found.report(self.names, causes, "loop", dtype, "float64")
@@ -196,7 +197,7 @@ class _Examination:
                 "the loop never called optimizer.step() of the optimizer that it was given, so "
                 "there is nothing to compare. Does it use another one?"
             )
-        if not all_finite(full):
+        if not trees.all_finite(full):
             raise ValueError("over the whole batch the parameters become inf or NaN in float64.")
         if not any(bool(x.any()) for x in full):
             raise ValueError(
@@ -225,9 +226,9 @@ class _Examination:
         except Exception:
             return None  # a loop for another kind of optimizer
         first, last = (torch.cat([g.flatten() for g in grads]) for grads in (seen[0], seen[-1]))
-        return None if float(norm(last - first)) <= 1e-6 * float(norm(first)) else _KEPT
+        return None if float(trees.norm(last - first)) <= 1e-6 * float(trees.norm(first)) else _KEPT
 
-    def cause(self, trial: Trial, splits: Sequence[Split]) -> Diagnosis:
+    def cause(self, trial: trials.Trial, splits: Sequence[Split]) -> Diagnosis:
         """What is wrong with a loop that does not fit."""
         for functions, found in (
             (frozenset({BATCH_NORM}), _STATISTICS),
@@ -243,7 +244,7 @@ class _Examination:
                 return _STEPS
             each = [trial.whole(part) for part in split]
         except Exception:
-            return UNKNOWN
+            return diagnosis.UNKNOWN
         shares = [len(part) / len(rows) for part in split]
         factors = fitted(each, result)
         if factors is not None:
@@ -253,7 +254,7 @@ class _Examination:
         plain = _Examination(self.subject, self.model, None, None)
         if self.make is not _plain_sgd and plain.fits(self.subject, splits):
             return _OPTIMIZER  # the gradients that reach it are right
-        return UNKNOWN
+        return diagnosis.UNKNOWN
 
     def fits(self, subject: Subject, splits: Sequence[Split]) -> bool:
         """Whether the loop fits on such a subject; not where it raises."""

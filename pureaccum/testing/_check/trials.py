@@ -22,9 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._base.trees import add, all_finite, norm, tree_leaves, tree_map
-from ..._core.ledger import AccumState, plain_sum
-from ..._core.losses import divisor, mean_value
+from ..._base import trees
+from ..._core import ledger, losses
 from .kept import Kept
 from .report import Diagnosis, Indices, Leaf, Report, Split
 from .subject import Subject
@@ -60,14 +59,14 @@ class Bound(NamedTuple):
 
 def accumulated(subject: Subject, split: Split, seed: int | None = None) -> Result:
     """What our own accumulator makes of some microbatches: sums, divided once."""
-    states = [tree_map(Tensor.detach, subject.sums(rows, seed)) for rows in split]
-    whole = reduce(add, states)
-    by = divisor(whole.weight, plain_sum(whole, subject.reduction))
-    value = mean_value(whole.total, by)
+    states = [trees.tree_map(Tensor.detach, subject.sums(rows, seed)) for rows in split]
+    whole = reduce(trees.add, states)
+    by = losses.divisor(whole.weight, ledger.plain_sum(whole, subject.reduction))
+    value = losses.mean_value(whole.total, by)
     sizes = zip(*(value_and_gradient(state) for state in states), strict=True)
     return Result(
-        [value, *(x / by.to(x.device) for x in tree_leaves(whole.grads))],
-        [sum(float(norm(x)) for x in column) / float(by) for column in sizes],
+        [value, *(x / by.to(x.device) for x in trees.tree_leaves(whole.grads))],
+        [sum(float(trees.norm(x)) for x in column) / float(by) for column in sizes],
     )
 
 
@@ -76,14 +75,14 @@ def whole_batch(subject: Subject, seed: int | None = None) -> Result:
     return accumulated(subject, (subject.everything(),), seed)
 
 
-def value_and_gradient(state: AccumState) -> list[Tensor]:
+def value_and_gradient(state: ledger.AccumState) -> list[Tensor]:
     """What a microbatch adds to the value, and to each leaf of the gradient."""
-    return [state.total, *tree_leaves(state.grads)]
+    return [state.total, *trees.tree_leaves(state.grads)]
 
 
 def errors(got: Result, want: Sequence[Tensor], bound: Bound) -> list[float]:
     """The distance of each leaf in units of its bound."""
-    sizes = got.sizes or [float(norm(x)) for x in want]
+    sizes = got.sizes or [float(trees.norm(x)) for x in want]
     return [
         _error(x, y, bound.share * size + floor)
         for x, y, size, floor in zip(got.leaves, want, sizes, bound.floor, strict=True)
@@ -91,10 +90,10 @@ def errors(got: Result, want: Sequence[Tensor], bound: Bound) -> list[float]:
 
 
 def _error(got: Tensor, want: Tensor, allowed: float) -> float:
-    if not all_finite(got):
+    if not trees.all_finite(got):
         both_nan = got.isnan().equal(want.isnan()) and bool(got.isnan().any())
         return 0.0 if both_nan else math.inf  # NaN: the value over no weight at all
-    distance = float(norm(got - want))
+    distance = float(trees.norm(got - want))
     if not distance:
         return 0.0
     return distance / allowed if allowed else math.inf
@@ -179,7 +178,7 @@ def native_trial(subject: Subject, narrowest: torch.dtype) -> Trial:
     """
     trial, unit = trial_by(accumulated, subject), UNIT.get(narrowest, UNIT[torch.float32])
     grads = trial.whole(subject.everything())[1:]
-    floor = unit**0.75 * math.hypot(*(float(norm(g)) for g in grads))
+    floor = unit**0.75 * math.hypot(*(float(trees.norm(g)) for g in grads))
     return trial._replace(bound=Bound(unit**0.5, [0.0, *(floor for _ in grads)]))
 
 
@@ -205,7 +204,7 @@ def lost_in_float32(
     """How far each leaf of the whole batch is off there; 0 where it is not finite."""
     narrow = run(subject.in_dtype(torch.float32), (subject.everything(),)).leaves
     pairs = zip(narrow, full, strict=True)
-    return [float(norm(x - y)) if all_finite(x) else 0.0 for x, y in pairs]
+    return [float(trees.norm(x - y)) if trees.all_finite(x) else 0.0 for x, y in pairs]
 
 
 def bound_of(lost: Sequence[float]) -> Bound:
@@ -351,7 +350,7 @@ def compare_natively(
     """
 
     def error(got: list[Tensor]) -> list[float]:
-        return [float(norm(x - y)) for x, y in zip(got, full, strict=True)]
+        return [float(trees.norm(x - y)) for x, y in zip(got, full, strict=True)]
 
     if not splits:
         return [math.nan] * len(full), None

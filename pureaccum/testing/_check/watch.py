@@ -15,16 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ..._base.refusals import users_line
-from ..._base.torch_internals.autograd import leads_to
-from ..._base.torch_internals.modes import transform_active
-from ..._base.torch_internals.module_slots import is_cache
-from ..._base.trees import flatten, paths, tree_leaves
-from ..._core.ledger import AccumState
-from ..._core.losses import Weighted, is_pair
+from ..._base import refusals, trees
+from ..._base.torch_internals import autograd, modes, module_slots
+from ..._core import ledger, losses
 from .._pure import generators_beside_torch, reachable
+from . import report
 from .kept import Held, Kept, Namespace, differs
-from .report import Indices
 from .subject import BATCH_NORM, Subject, is_active
 
 
@@ -118,7 +114,7 @@ def _assigned(names: list[Namespace]) -> list[str]:
 
 
 def _is_mode_or_cache(name: str) -> bool:
-    return name.endswith(".training") or is_cache(name.rpartition(".")[2])
+    return name.endswith(".training") or module_slots.is_cache(name.rpartition(".")[2])
 
 
 # The mode --------------------------------------------------------------------------------
@@ -158,7 +154,7 @@ class _Watching(TorchFunctionMode):
 
     # Calls
 
-    def call(self, rows: Indices) -> AccumState:
+    def call(self, rows: report.Indices) -> ledger.AccumState:
         """Call the loss on some rows."""
         return self.subject._replace(loss_fn=self.loss).sums(rows)
 
@@ -176,9 +172,9 @@ class _Watching(TorchFunctionMode):
         except Exception:
             self.call(self.subject.everything())
 
-    def check_that_params_matter(self, state: AccumState) -> None:
+    def check_that_params_matter(self, state: ledger.AccumState) -> None:
         """Raise where no gradient leads to params."""
-        if not self.totals[0][2] and not any(g.any() for g in tree_leaves(state.grads)):
+        if not self.totals[0][2] and not any(g.any() for g in trees.tree_leaves(state.grads)):
             raise ValueError(
                 "the loss does not depend on params: no gradient leads to them. Was it detached "
                 "(detach, item, float, no_grad), or did it use a module's own parameters? "
@@ -191,11 +187,11 @@ class _Watching(TorchFunctionMode):
         self.note_given(part, "batch")
         with self, self.following_modules(), self.watching_generators():
             out = self.subject.loss_fn(params, part)
-        loss = out[0] if self.subject.has_aux and is_pair(out) else out
-        weighted = isinstance(loss, Weighted)
+        loss = out[0] if self.subject.has_aux and losses.is_pair(out) else out
+        weighted = isinstance(loss, losses.Weighted)
         total = loss.total if weighted else loss
         if isinstance(total, Tensor):
-            leads = leads_to(total, tree_leaves(params))
+            leads = autograd.leads_to(total, trees.tree_leaves(params))
             self.totals.append((weighted, total.dtype, leads))
         return out
 
@@ -214,10 +210,10 @@ class _Watching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        for x in tree_leaves((args, kwargs)):
+        for x in trees.tree_leaves((args, kwargs)):
             if isinstance(x, torch.Generator):
                 self.generators.setdefault(id(x), (x, x.get_state()))
-            elif isinstance(x, Tensor) and not transform_active():
+            elif isinstance(x, Tensor) and not modes.transform_active():
                 self.note_used(x, name)
         if name == BATCH_NORM and is_active(name, args, kwargs):
             self.batch_norms[self.caller(name)] = None
@@ -225,7 +221,7 @@ class _Watching(TorchFunctionMode):
         out = func(*args, **kwargs)
         if not before.equal(_random_state()):
             self.draws[self.caller(name)] = None
-        for x in tree_leaves(out):
+        for x in trees.tree_leaves(out):
             if isinstance(x, Tensor):
                 if x.is_floating_point():
                     self.dtypes.add(x.dtype)
@@ -273,8 +269,8 @@ class _Watching(TorchFunctionMode):
 
     def note_given(self, tree: Any, root: str) -> None:
         """Note what is handed to the loss."""
-        leaves, spec = flatten(tree)
-        for path, x in zip(paths(spec, root), leaves, strict=True):
+        leaves, spec = trees.flatten(tree)
+        for path, x in zip(trees.paths(spec, root), leaves, strict=True):
             if isinstance(x, Tensor):
                 self.given.append(x)  # alive until it has been looked at
                 self.note(path, x, given=True)
@@ -319,12 +315,14 @@ class _Watching(TorchFunctionMode):
     def caller(self, function: str) -> Call:
         """Who calls a function now."""
         if not self.stack:
-            return Call(function=function, line=users_line())
+            return Call(function=function, line=refusals.users_line())
         root, inner = self.stack[0], self.stack[-1]
         path = next((name for name, part in root.named_modules() if part is inner), "")
         of, kind = self.root_name(root), type(inner).__name__
         module = f"{of}.{path} ({kind})" if path else of if of == kind else f"{of} ({kind})"
-        return Call(function=function, module=module, root=of, path=path, line=users_line())
+        return Call(
+            function=function, module=module, root=of, path=path, line=refusals.users_line()
+        )
 
 
 def _random_state() -> Tensor:

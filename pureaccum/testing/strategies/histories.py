@@ -11,9 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._base.trees import Tree, flatten, tree_map, unflatten
-from ..._core.accumulator import Accumulator
-from ..._core.ledger import AccumState
+from ..._base import trees
+from ..._core import accumulator, ledger
 
 
 MergeTree: TypeAlias = "int | tuple[MergeTree, MergeTree]"
@@ -48,7 +47,7 @@ def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
     return cuts.map(lambda cuts: [b - a for a, b in itertools.pairwise([0, *sorted(cuts), n])])
 
 
-def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
+def pieces(batch: trees.Tree, sizes: Sequence[int]) -> list[trees.Tree]:
     """Cut a batch into microbatches of those sizes.
 
     The rule: ``torch.split(x, sizes)`` of every tensor ``x``; the parts are views.
@@ -63,9 +62,9 @@ def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
         >>> pieces({"x": torch.arange(3)}, [1, 0, 2])
         [{'x': tensor([0])}, {'x': tensor([], dtype=torch.int64)}, {'x': tensor([1, 2])}]
     """
-    leaves, spec = flatten(batch)
+    leaves, spec = trees.flatten(batch)
     columns = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
-    return [unflatten(spec, [column[i] for column in columns]) for i in range(len(sizes))]
+    return [trees.unflatten(spec, [column[i] for column in columns]) for i in range(len(sizes))]
 
 
 # Merges ----------------------------------------------------------------------------------
@@ -150,7 +149,13 @@ class History(NamedTuple):
     groups: list[list[int]]
     merges: MergeTree
 
-    def run(self, acc: Accumulator, params: Tree, batch: Tree, donate: bool = False) -> AccumState:
+    def run(
+        self,
+        acc: accumulator.Accumulator,
+        params: trees.Tree,
+        batch: trees.Tree,
+        donate: bool = False,
+    ) -> ledger.AccumState:
         """Accumulate a batch in that way.
 
         Args:
@@ -160,7 +165,7 @@ class History(NamedTuple):
             donate: Whether each state is given up to the next ``update``.
         """
         parts = pieces(batch, self.sizes)
-        states: list[AccumState] = []
+        states: list[ledger.AccumState] = []
         for group in self.groups:
             state = acc.init(params)
             for i in group:
@@ -211,7 +216,7 @@ class Fault(NamedTuple):
     microbatch: int
     kind: Literal["nan", "inf", "overflow"]
 
-    def spoil(self, microbatches: Sequence[Tree]) -> list[Tree]:
+    def spoil(self, microbatches: Sequence[trees.Tree]) -> list[trees.Tree]:
         """Replace all numbers in the floating-point tensors of one microbatch.
 
         Integers stay, tokens as well as a mask. Not every loss changes with them: where the weight
@@ -228,7 +233,7 @@ class Fault(NamedTuple):
             return torch.full_like(x, number[self.kind])
 
         new = list(microbatches)
-        new[self.microbatch] = tree_map(spoilt, new[self.microbatch])
+        new[self.microbatch] = trees.tree_map(spoilt, new[self.microbatch])
         return new
 
 

@@ -15,9 +15,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._base.trees import Tree, tree_leaves, tree_map
+from ..._base import trees
 from ..._core.losses import Reduction, Weighted
-from .data import seeds
+from . import data
 
 
 Kind = Literal["sum", "mean", "weighted"]
@@ -60,7 +60,7 @@ class ExactModel(NamedTuple):
 
     name: str
     per_row: Callable[..., Tensor]
-    params: Tree
+    params: trees.Tree
     batch: dict[str, Tensor]
 
     @property
@@ -68,7 +68,7 @@ class ExactModel(NamedTuple):
         """The rows of the batch."""
         return len(self.batch["y"])
 
-    def loss(self, kind: Kind) -> Callable[[Tree, dict[str, Tensor]], Any]:
+    def loss(self, kind: Kind) -> Callable[[trees.Tree, dict[str, Tensor]], Any]:
         """The loss ``loss_fn(params, batch)``, to go with ``reduction(kind)``.
 
         Args:
@@ -76,19 +76,19 @@ class ExactModel(NamedTuple):
                 mask, which is a ``Weighted``.
         """
 
-        def sum_(params: Tree, batch: dict[str, Tensor]) -> Tensor:
+        def sum_(params: trees.Tree, batch: dict[str, Tensor]) -> Tensor:
             return self.per_row(params, batch).sum()
 
-        def mean(params: Tree, batch: dict[str, Tensor]) -> Tensor:
+        def mean(params: trees.Tree, batch: dict[str, Tensor]) -> Tensor:
             return self.per_row(params, batch).mean()
 
-        def weighted(params: Tree, batch: dict[str, Tensor]) -> Weighted:
+        def weighted(params: trees.Tree, batch: dict[str, Tensor]) -> Weighted:
             mask = batch["mask"]
             return Weighted((self.per_row(params, batch) * mask).sum(), mask.sum())
 
         return {"sum": sum_, "mean": mean, "weighted": weighted}[kind]
 
-    def full_batch(self, kind: Kind) -> tuple[Tree, Tensor]:
+    def full_batch(self, kind: Kind) -> tuple[trees.Tree, Tensor]:
         """The gradients, all of them dense, and the value in float64, by torch.func at once.
 
         What is ``"weighted"`` is divided once.
@@ -98,15 +98,15 @@ class ExactModel(NamedTuple):
         """
         if kind != "weighted":
             grads, value = torch.func.grad_and_value(self.loss(kind))(self.params, self.batch)
-            return tree_map(lambda g: g.to_dense(), grads), value.double()
+            return trees.tree_map(lambda g: g.to_dense(), grads), value.double()
 
-        def total(params: Tree) -> Tensor:
+        def total(params: trees.Tree) -> Tensor:
             return self.loss(kind)(params, self.batch).total
 
         grads, value = torch.func.grad_and_value(total)(self.params)
         weight = self.batch["mask"].sum()
         by = weight if weight else 1
-        return tree_map(lambda g: g.to_dense() / by, grads), value.double() / weight
+        return trees.tree_map(lambda g: g.to_dense() / by, grads), value.double() / weight
 
 
 def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
@@ -150,12 +150,12 @@ def majorant(model: ExactModel) -> float:
     def positive(x: Tensor) -> Tensor:
         return x.double().abs() if x.is_floating_point() else x
 
-    params, batch = tree_map(positive, (model.params, model.batch))
+    params, batch = trees.tree_map(positive, (model.params, model.batch))
     batch["y"] = -batch["y"]
     grads, value = torch.func.grad_and_value(
         lambda params: model.per_row(params, batch, larger=torch.add).sum()
     )(params)
-    return max(g.to_dense().abs().max().item() for g in (value, *tree_leaves(grads)))
+    return max(g.to_dense().abs().max().item() for g in (value, *trees.tree_leaves(grads)))
 
 
 @st.composite
@@ -163,7 +163,7 @@ def _losses(draw: st.DrawFn, rows: int, sparse: bool) -> ExactModel:
     most = draw(st.sampled_from([3, *[HIGHS[0]] * 7]))  # it shrinks to 3, and is drawn large
     kinds = (_mlps(rows), _convnets(rows), _embeddings(rows, sparse))
     name, per_row, fill = draw(st.one_of(kinds))
-    seed = draw(seeds())
+    seed = draw(data.seeds())
     for high in HIGHS[HIGHS.index(most) :]:
         random = torch.Generator().manual_seed(seed)
         model = ExactModel(name, per_row, *fill(random, high))
