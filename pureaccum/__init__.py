@@ -40,7 +40,6 @@ from ._optim.lbfgs import lbfgs as lbfgs
 from ._optim.optimizers import adam as adam
 from ._optim.optimizers import adamw as adamw
 from ._optim.optimizers import sgd as sgd
-from ._optim.plateau import plateau as plateau
 from ._optim.sam import sam as sam
 from ._optim.schedules import constant as constant
 from ._optim.schedules import cosine_decay as cosine_decay

@@ -88,11 +88,6 @@ def _noisy():
     return {"info": info, "averages": averages, "scale": running.read(averages)}
 
 
-def _plateau():
-    falling = pa.plateau(0.5, patience=0, cooldown=3)
-    return falling.update(falling.update(falling.init(), 1.0), 2.0)
-
-
 def _averaged():
     average, tree = pa.ema(0.9), {"params": FN.params, "buffers": FN.buffers}
     return average.update(average.init(tree), tree)
@@ -108,7 +103,6 @@ STATES = {
     "moments of samples": lambda: _of_samples("moments"),
     "moments": lambda: pa.per_sample_grad(a_row, reduce="moments")(torch.ones(3, 2), batch_of(3)),
     "noise": _noisy,
-    "plateau": _plateau,
     "ema": _averaged,
     "loss scale": lambda: pa.dynamic_loss_scale().init(),
     "key": lambda: pa.split_key(pa.key(3), 2),

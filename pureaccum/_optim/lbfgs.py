@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._base import checks, dtensors, states, trees
 from .._base.torch_internals import functorch, modes
-from . import from_torch, line_search, sam, schedules, updates
+from . import from_torch, line_search, minimizer, schedules, updates
 
 
 @states.loadable
@@ -75,7 +75,7 @@ def lbfgs(
     tolerance_change: float = 1e-9,
     history_size: int = 10,
     line_search_fn: Literal["strong_wolfe"] | None = "strong_wolfe",
-) -> sam.Minimizer:
+) -> minimizer.Minimizer:
     """``torch.optim.LBFGS`` as a pair of pure functions, over a function of the whole batch.
 
     The rule, for at most ``max_iter`` iterations a call, g being the gradient at params::
@@ -144,10 +144,10 @@ def lbfgs(
         donate: bool = False,
     ) -> tuple[trees.Tree, LBFGSState]:
         """The params after some iterations, and the state."""
-        sam.check_function(func, "lbfgs")
+        minimizer.check_function(func, "lbfgs")
         flat = _read(params)
         _check(state, flat[0], lr, rules)
-        with checks.outside_inference_mode(), sam.plainly():
+        with checks.outside_inference_mode(), minimizer.plainly():
             rate = state.lr if isinstance(lr, float) else schedules.rate_at(lr, state.steps)
             new = _minimized(func, state, flat, float(rate), rules)
             leaves, spec = trees.flatten(new)
@@ -157,7 +157,7 @@ def lbfgs(
             copy: Any = {id(x): _copy for x in held} | {id(x): Tensor.clone for x in flat[0]}
             return trees.unflatten(spec, [copy[id(x)](x) if id(x) in copy else x for x in leaves])
 
-    return sam.Minimizer(init, apply)
+    return minimizer.Minimizer(init, apply)
 
 
 def _first_state(params: trees.Flat, lr: Any, size: int) -> LBFGSState:
@@ -226,7 +226,7 @@ class _Function:
 
     def at(self, leaves: list[Tensor]) -> tuple[float, Tensor]:
         self.evaluations += 1
-        grads, value = sam.asked(self.func, leaves, self.params)
+        grads, value = minimizer.asked(self.func, leaves, self.params)
         return float(value), _joined(grads, self.params[0])
 
     def along(self, line: line_search.Line, t: Any) -> line_search.Point:

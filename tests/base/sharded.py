@@ -355,8 +355,6 @@ def parameters_are_averaged(layout):
     assert_trees_bitwise_equal(gathered(got), average.update(want, params))
     with refused(ValueError, "params['b1'] is plain", "state.params has a DTensor"):
         average.update(state, params)
-    with refused(ValueError, "metric holds DTensors", "full_tensor"):
-        (falling := pa.plateau(0.1)).update(falling.init(), dparams["w1"].sum())
 
 
 def large_leaves_go_through_hooks(engine):

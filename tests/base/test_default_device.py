@@ -103,14 +103,6 @@ def scaled(loss_scale):
     return run
 
 
-def falls():
-    falling = pa.plateau(0.5, patience=0)
-    states = [falling.init()]
-    for metric in (1.0, 2.0, torch.tensor(3.0, device="cpu")):
-        states.append(falling.update(states[-1], metric))
-    return states
-
-
 CALLS = {
     "fold_in": lambda: lambda: [pa.fold_in(KEY, 5), pa.fold_in(KEYS, 2)],
     "split_key": lambda: lambda: pa.split_key(KEYS, 3),
@@ -120,7 +112,6 @@ CALLS = {
     "add_noise": lambda: lambda: pa.add_noise(PARAMS, 2.0, KEY),
     "norm": lambda: lambda: [pa.global_norm(PARAMS), pa.all_finite([*PARAMS.values(), X[:0]])],
     "running noise scale": lambda: lambda: pa.running_noise_scale().init(PARAMS),
-    "plateau": lambda: falls,
     "average": lambda: (
         lambda: (average := pa.ema(lambda n: 1 / (2 + n))).update(
             average.update(average.init(PARAMS), PARAMS), PARAMS

@@ -215,16 +215,6 @@ def test_every_average_is_tensors_of_its_own(params, flags):
     apart(*states, params)
 
 
-def test_every_state_of_a_plateau_is_tensors_of_its_own():
-    falling, metric = pa.plateau(0.1, patience=0, cooldown=1), torch.tensor(1.0).double()
-    states = [falling.init()]
-    for _ in range(4):
-        states.append(falling.update(states[-1], metric))
-    for state in states:
-        check(state)
-    apart(*states, metric)
-
-
 def test_batch_norm_keeps_its_moments_as_tensors():
     module = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
     fn = pa.functional(module)
@@ -297,10 +287,6 @@ PLACED = {
     "ema": lambda params: (
         (average := pa.ema(0.9)).init(params),
         average.update(average.init(params), params),
-    ),
-    "plateau": lambda _: (
-        (falling := pa.plateau(0.1)).init(),
-        falling.update(falling.init(), 1.0),
     ),
     "the noise scale": lambda params: pa.running_noise_scale().init(params),
 } | {name: optimizer_of(name) for name in OPTIMIZERS if name != "somebody's"}

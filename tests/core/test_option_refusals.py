@@ -241,8 +241,6 @@ COUNTS = {
     "decays": ("steps[1] is", lambda n: pa.step_decay(0.1, [3, n])),
     "exponential": ("steps is", lambda n: pa.exponential_decay(0.1, 0.5, n)),
     "cycle": ("steps is", lambda n: pa.one_cycle(0.1, n)),
-    "patience": ("patience is", lambda n: pa.plateau(0.1, patience=n)),
-    "cooldown": ("cooldown is", lambda n: pa.plateau(0.1, cooldown=n)),
     "joined": ("boundaries[0] is", lambda n: pa.join_schedules([pa.constant(0.1)] * 2, [n])),
 }
 
@@ -280,7 +278,6 @@ FLOATS = {
     "cosine": ("end is inf", lambda x: pa.cosine_decay(0.1, 3, x)),
     "factor": ("factor is inf", lambda x: pa.step_decay(0.1, 3, x)),
     "cycle": ("div_factor is inf", lambda x: pa.one_cycle(0.1, 3, div_factor=x)),
-    "plateau": ("threshold is inf", lambda x: pa.plateau(0.1, threshold=x, threshold_mode="abs")),
     "average": ("decay is inf", pa.ema),
     "static": ("scale is inf", pa.static_loss_scale),
     "dynamic": ("init_scale is inf", pa.dynamic_loss_scale),

@@ -235,13 +235,6 @@ def scheduled(params, batch):
     return [rate(count) for rate in rates]
 
 
-def falling(params, batch):
-    metric = batch["x"].mean()
-    falling = pa.plateau(metric.abs(), patience=0)
-    states = [falling.update(falling.init(), metric)]
-    return [*states, falling.update(states[-1], metric), falling.update(states[-1], 2.0)]
-
-
 def smoothed(params, batch):
     averages = []
     for decay in (0.9, lambda n: (1 + n) / (10 + n)):
@@ -350,7 +343,6 @@ FUNCTIONS = {
     "private": private,
     "running noise": averaged,
     "schedules": scheduled,
-    "plateau": falling,
     "averages of parameters": smoothed,
     "vmap of a step": mapped,
     "grad of a step": learned_rate,

@@ -184,17 +184,3 @@ def test_averages_on_cuda_have_the_bits_of_torch_and_wait_for_nothing(function):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert_trees_bitwise_equal(state.params, [x.detach() for x in their.parameters()])
-
-
-def test_a_plateau_does_not_wait_for_the_device():
-    falling = pa.plateau(0.5, factor=0.5, patience=0)
-    metrics = [*torch.tensor([1.0, 1.0, 0.5, 0.5], device="cuda"), 0.5]
-    state = falling.update(falling.init(), metrics[0])  # kernels load and wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for metric in metrics[1:]:
-            state = falling.update(state, metric)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert state.lr.item() == 0.0625

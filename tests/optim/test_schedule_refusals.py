@@ -16,7 +16,7 @@ pytestmark = pytest.mark.faults
 COUNT = torch.tensor(3)
 A = pa.constant(0.1)
 PARAMS = {"b": torch.ones(1, dtype=torch.bfloat16), "n": torch.tensor(3), "w": torch.ones(2)}
-AVERAGE, FALLING = pa.ema(0.9), pa.plateau(0.1)
+AVERAGE = pa.ema(0.9)
 RATES = {
     "constant": (pa.constant, "value"),
     "linear_warmup": (lambda x: pa.linear_warmup(x, 3), "peak"),
@@ -29,7 +29,6 @@ RATES = {
     "exponential_decay, factor": (lambda x: pa.exponential_decay(0.1, x), "factor"),
     "exponential_decay, end": (lambda x: pa.exponential_decay(0.1, 0.5, end=x), "end"),
     "one_cycle": (lambda x: pa.one_cycle(x, 3), "peak"),
-    "plateau": (pa.plateau, "lr"),
     "check_rate": (check_rate, "lr"),
     "rate_at": (lambda x: rate_at(x, COUNT), "lr"),
 }
@@ -139,34 +138,6 @@ def alone_and_joined(result):
     return alone, pa.join_schedules([A, alone], [2])
 
 
-def plateaus():
-    for error, words, knobs in (
-        (ValueError, ("factor is 1.0", "below 1"), {"factor": 1.0}),
-        (TypeError, ("factor is None", "below 1"), {"factor": None}),
-        (ValueError, ("patience is -1", "number of updates"), {"patience": -1}),
-        (TypeError, ("patience is 0.5", "an int"), {"patience": 0.5}),
-        (ValueError, ("cooldown is -1", "number of updates"), {"cooldown": -1}),
-        (ValueError, ("mode is 'less'", "'min' or 'max'"), {"mode": "less"}),
-        (ValueError, ("threshold_mode is 'max'", "'rel' or"), {"threshold_mode": "max"}),
-        (ValueError, ("threshold is -0.1",), {"threshold": -0.1, "threshold_mode": "abs"}),
-        (ValueError, ("threshold is 1.0", "a share of the best"), {"threshold": 1.0}),
-        (ValueError, ("min_lr is 0.2, above lr=0.1", "never change"), {"min_lr": 0.2}),
-        (ValueError, ("eps is nan", "finite"), {"eps": math.nan}),
-    ):
-        yield partial(pa.plateau, 0.1, **knobs), error, words
-    words = ("lr is <function", "expected a float or a 0-d tensor")
-    yield partial(pa.plateau, A), TypeError, words
-    state = FALLING.init()
-    for metric in (None, True, "1.0", [1.0], 1j):
-        words = (f"metric is {metric!r}", "a number or a 0-d tensor")
-        yield partial(FALLING.update, state, metric), TypeError, words
-    for metric in (torch.ones(1), torch.tensor(1j), torch.tensor(True)):
-        words = ("metric is a tensor", str(tuple(metric.shape)), str(metric.dtype))
-        yield partial(FALLING.update, state, metric), ValueError, (*words, "real 0-d tensor")
-    words = ("state is a Tensor", "plateau expects the PlateauState")
-    yield partial(FALLING.update, torch.tensor(1.0), state), TypeError, words
-
-
 def averages():
     for decay in (1.0, -0.1, math.nan, math.inf, None, True, "0.9", torch.tensor(0.9)):
         error = ValueError if type(decay) is float else TypeError
@@ -209,7 +180,7 @@ def averages():
 
 @pytest.mark.parametrize(
     ("run", "error", "words"),
-    [*rates(), *decays(), *joined(), *calls(), *plateaus(), *averages()],
+    [*rates(), *decays(), *joined(), *calls(), *averages()],
 )
 def test_what_cannot_work_is_refused(run, error, words):
     given = [x for x in getattr(run, "args", ()) if isinstance(x, torch.Tensor | tuple | dict)]
@@ -226,9 +197,6 @@ def test_numbers_tensors_and_schedules_are_rates(lr):
 
 def test_what_is_at_the_border_has_a_meaning():
     pa.exponential_decay(0.1, 0.5, end=0.1)
-    pa.plateau(0.1, threshold=2, threshold_mode="abs")
-    pa.plateau(0.1, threshold=2, mode="max")
-    pa.plateau(0.1, min_lr=0.1)
 
 
 def test_what_is_averaged_may_lie_in_any_dtype_of_its_average():

@@ -76,7 +76,6 @@ MAKERS = {
     "pa.partition": lambda: pa.partition({"": pa.sgd()}, str),
     "pa.clip_by_global_norm": lambda: pa.clip_by_global_norm(1.0),
     "pa.ema": lambda: pa.ema(0.9),
-    "pa.plateau": lambda: pa.plateau(0.1),
     "pa.dynamic_loss_scale": pa.dynamic_loss_scale,
     "pa.static_loss_scale": lambda: pa.static_loss_scale(1.0),
     "pa.running_noise_scale": pa.running_noise_scale,

@@ -102,6 +102,13 @@ def test_a_network_is_less_sure_where_it_has_seen_nothing():
     assert seen["off"] < 1e-6
 
 
+def test_a_rate_that_falls_on_a_plateau_is_that_of_torch():
+    """And it falls: rates of both are compared bit for bit, epoch by epoch."""
+    rates = main("plateau")(epochs=24)
+    assert rates["ours"] == rates["torch's"]
+    assert len({*rates["ours"]}) > 2
+
+
 def test_a_kernel_tells_images_apart():
     seen = main("ntk")(rows=40, new=20, channels=4)
     assert seen["right"] > 0.5  # by chance a quarter

@@ -1,0 +1,84 @@
+"""Optimizers that look again: they are given a function of the whole batch, not its gradient.
+
+    opt.init(params) -> state
+    opt.apply(func, state, params) -> (params, state)      # func(params) -> (grads, value)
+
+The function is given copies of the parameters, so that whatever it does, and where it raises,
+nothing of the caller's is lost.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import checks, trees
+from .._base.torch_internals import modes
+from . import updates
+
+
+class Minimizer(NamedTuple):
+    """An optimizer that asks a function for gradients, as often as it needs them.
+
+    Attributes:
+        init: ``init(params)`` gives the first state.
+        apply: ``apply(func, state, params, donate=False)`` gives ``(params, state)``, where
+            ``func(params)`` gives ``(grads, value)``; with ``donate`` state and params are given
+            up.
+    """
+
+    init: Callable[[trees.Tree], Any]
+    apply: Callable[..., tuple[trees.Tree, Any]]
+
+
+def check_function(func: Any, owner: str) -> None:
+    """Raise where an optimizer is given something else than a function of the parameters."""
+    if not callable(func):
+        raise TypeError(
+            f"func is a {type(func).__name__}; {owner} expects a function of the parameters that "
+            "gives (grads, value), since it asks for gradients again: lambda params: fn(params, "
+            "batch), where fn is a pa.grad_and_value. Gradients? sgd and adam take those; "
+            "make_step, chain and partition hand out nothing else."
+        )
+
+
+def asked(
+    func: Callable[[trees.Tree], Any], leaves: list[Tensor], like: trees.Flat
+) -> tuple[list[Tensor], Any]:
+    """The gradients, leaf by leaf, and the value of a function, a 0-d tensor or a number."""
+    with nullcontext() if modes.transform_active() else torch.enable_grad():
+        got = func(trees.unflatten(like[1], leaves))
+    if not isinstance(got, (tuple, list)) or len(got) != 2:  # pyright: ignore
+        came = f"{len(got)} things" if isinstance(got, (tuple, list)) else f"a {type(got).__name__}"  # pyright: ignore
+        raise TypeError(
+            f"func returned {came}; expected (grads, value), as pa.grad_and_value(loss) gives "
+            "them. pa.grad, which gives no value?"
+        )
+    cause = "func(params) has to return (grads, value), in this order: a gradient for each leaf."
+    terms = updates.fitting_gradients(got[0], like, "the grads of func", cause)
+    return [g.to_dense() if g.is_sparse else g for g in terms], _checked(got[1])
+
+
+def plainly() -> AbstractContextManager[Any]:
+    """Record nothing at top level; under a transform all that is computed may be differentiated."""
+    return nullcontext() if modes.transform_active() else torch.no_grad()
+
+
+def _checked(value: Any) -> Any:
+    """The value itself, if it is one real number."""
+    if isinstance(value, Tensor):
+        if value.dim() or value.is_complex():
+            raise ValueError(
+                f"the value of func has shape {tuple(value.shape)} and {value.dtype}; expected one "
+                "real number, a 0-d tensor, which is minimised. Reduce it with .mean() or .sum()."
+            )
+        return value
+    if isinstance(number := checks.as_float(value), float):
+        return number
+    aux = " With has_aux it comes with aux: return value[0] alone." * (type(value) is tuple)
+    raise TypeError(
+        f"the value of func is a {type(value).__name__}; expected a 0-d tensor: func returns "
+        f"(grads, value), in this order.{aux}"
+    )
