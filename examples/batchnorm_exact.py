@@ -88,8 +88,8 @@ def main(rows: int = 128, size: int = 16) -> dict[str, tuple[float, float]]:
 
     def step_of(fn: Any, size: int | None = None) -> Any:
         sgd = pa.sgd(1.0, momentum=0.9)  # one update of the running statistics per step
-        knobs: Any = {"buffers": "pooled", "check": False}  # else the plain cut is refused
-        return pa.make_step(loss_of(fn), sgd, microbatch_size=size, **knobs)
+        options: Any = {"buffers": "pooled", "check": False}  # else the plain cut is refused
+        return pa.make_step(loss_of(fn), sgd, microbatch_size=size, **options)
 
     steps = {"full batch": step_of(fn), "plainly cut": step_of(fn, size), "exact": step_of(cut)}
     full = usual_loop(net, batch, rows)

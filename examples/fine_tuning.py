@@ -40,10 +40,10 @@ def loss_of(fn: Any) -> Any:
     return lambda params, batch: F.cross_entropy(fn.apply(params, (), batch[0])[0], batch[1])
 
 
-def tune(net: nn.Module, batch: Any, steps: int, **knobs: Any) -> tuple[Any, list[float]]:
+def tune(net: nn.Module, batch: Any, steps: int, **options: Any) -> tuple[Any, list[float]]:
     """Parameters and losses after some steps of AdamW, in microbatches of 32."""
     fn = pa.functional(net)
-    step = pa.make_step(loss_of(fn), pa.adamw(1e-2), microbatch_size=32, **knobs)
+    step = pa.make_step(loss_of(fn), pa.adamw(1e-2), microbatch_size=32, **options)
     state, losses = step.init(fn.params), []
     for _ in range(steps):
         state, info = step(state, batch)

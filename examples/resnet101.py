@@ -79,8 +79,8 @@ def make_step(net: nn.Module, size: int | None, reduction: str = "mean", exact: 
         return cross_entropy(out, batch["label"], reduction=reduction), new_buffers
 
     # not exact, each part is normalised by itself, which is refused without check=False
-    knobs = {"reduction": reduction, "buffers": "pooled", "check": False}
-    step = pa.make_step(loss, pa.adam(5e-4), microbatch_size=None if exact else size, **knobs)
+    options = {"reduction": reduction, "buffers": "pooled", "check": False}
+    step = pa.make_step(loss, pa.adam(5e-4), microbatch_size=None if exact else size, **options)
     return step, step.init(fn.params, buffers=fn.buffers)
 
 

@@ -56,14 +56,14 @@ def with_aux(loss):
 
 
 class Call(NamedTuple):
-    """A public function as ``run(loss, params, batch, **knobs)``, two rows a microbatch."""
+    """A public function as ``run(loss, params, batch, **options)``, two rows a microbatch."""
 
     run: Callable[..., Any]
     differentiates: bool = True
 
 
-def _stream(loss, params, batch, donate=False, **knobs):
-    acc = pa.accumulator(loss, **knobs)
+def _stream(loss, params, batch, donate=False, **options):
+    acc = pa.accumulator(loss, **options)
     state = acc.init(params)
     for part in pa.microbatches(batch, 2):
         state = acc.update(state, params, part, donate=donate)
@@ -86,7 +86,7 @@ CALLS = {
 
 
 def combinations(*names, nonfinite=NONFINITE):
-    """Calls with the knobs that they take, for ``parametrize(("name", "knobs"), ...)``.
+    """Calls with the options that they take, for ``parametrize(("name", "options"), ...)``.
 
     Any two of a call, an engine and a word for ``nonfinite`` come together in one of them.
     """

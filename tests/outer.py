@@ -38,22 +38,22 @@ class Problem(NamedTuple):
         return out if self.kind == "sum" else pa.Weighted(out, weight(batch))
 
     @property
-    def knobs(self):
+    def options(self):
         return {"reduction": "sum" if self.kind == "sum" else "mean", "nonfinite": self.nonfinite}
 
     def gradient(self, params, batch):
-        return pa.grad(self.loss, microbatch_size=self.size, **self.knobs)(params, batch)
+        return pa.grad(self.loss, microbatch_size=self.size, **self.options)(params, batch)
 
     def streamed(self, params, batch):
         """The same as a stream of microbatches, half of it in a state of its own."""
-        acc = pa.accumulator(self.loss, **self.knobs)
+        acc = pa.accumulator(self.loss, **self.options)
         states = [acc.init(params), acc.init(params)]
         for i, part in enumerate(pa.microbatches(batch, self.size)):
             states[i % 2] = acc.update(states[i % 2], params, part, donate=i > 2)
         return acc.finalize(acc.merge(*states))[0]
 
     def value(self, params, batch):
-        reduction = self.knobs["reduction"]
+        reduction = self.options["reduction"]
         return pa.value(self.loss, microbatch_size=self.size, reduction=reduction)(params, batch)
 
     def whole(self, params, batch):

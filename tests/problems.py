@@ -71,16 +71,16 @@ def leaf(x):
     return x.detach().clone().requires_grad_()
 
 
-def pulled(f, *xs, **knobs):
+def pulled(f, *xs, **options):
     """The gradients of a number by plain autograd, with respect to all that is given."""
     leaves = [leaf(x) for x in xs]
-    found = torch.autograd.grad(f(*leaves), leaves, **knobs)
+    found = torch.autograd.grad(f(*leaves), leaves, **options)
     return found if len(found) > 1 else found[0]
 
 
-def once(step, params, *batch, **knobs):
+def once(step, params, *batch, **options):
     """The first step of a run."""
-    return step(step.init(params, **knobs), *batch)
+    return step(step.init(params, **options), *batch)
 
 
 def in_parts(acc, params, parts, donate=False, *shared):

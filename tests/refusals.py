@@ -73,7 +73,7 @@ def refused(error, *words, given=(), loss=None, calls=0):
 
 
 class Receiver(NamedTuple):
-    """A public function as ``run(loss, params, batch, **knobs)``; how it calls its arguments."""
+    """A public function as ``run(loss, params, batch, **options)``; how it calls its arguments."""
 
     run: Callable[..., Any]
     params: str
@@ -81,9 +81,9 @@ class Receiver(NamedTuple):
 
 
 def _update(donate):
-    def run(loss, params, batch, **knobs):
+    def run(loss, params, batch, **options):
         """Into a state that is not empty, and that an error leaves as it is."""
-        acc = pa.accumulator(loss, **knobs)
+        acc = pa.accumulator(loss, **options)
         started = pa.accumulator(squares)
         with torch.autocast("cpu", enabled=False):
             state = started.update(started.init(PARAMS), PARAMS, make_batch(3))

@@ -1,4 +1,4 @@
-"""Every way to run a loss, as ``run(loss, params, batch, *shared, size=2, **knobs)``.
+"""Every way to run a loss, as ``run(loss, params, batch, *shared, size=2, **options)``.
 
 What a way cannot be given, it leaves out: ``pa.value`` has no engine.
 """
@@ -13,23 +13,23 @@ from tests.problems import in_a_window, in_parts, once, pulled
 def by(make, *without, **usual):
     """A transform, in microbatches or, without a size, whole."""
 
-    def run(loss, params, *args, size=2, **knobs):
-        knobs = {name: x for name, x in (usual | knobs).items() if name not in without}
-        return make(loss, microbatch_size=size, **knobs)(params, *args)
+    def run(loss, params, *args, size=2, **options):
+        options = {name: x for name, x in (usual | options).items() if name not in without}
+        return make(loss, microbatch_size=size, **options)(params, *args)
 
     return run
 
 
-def value_of_stream(loss, params, batch, *shared, size=2, engine="", **knobs):
-    return pa.value(loss, stream=True, **knobs)(params, pa.microbatches(batch, size), *shared)
+def value_of_stream(loss, params, batch, *shared, size=2, engine="", **options):
+    return pa.value(loss, stream=True, **options)(params, pa.microbatches(batch, size), *shared)
 
 
 def summed(donate):
     """Over a stream; without a size, of one part."""
 
-    def run(loss, params, batch, *shared, size=2, **knobs):
+    def run(loss, params, batch, *shared, size=2, **options):
         acc, parts = (
-            pa.accumulator(loss, **knobs),
+            pa.accumulator(loss, **options),
             pa.microbatches(batch, size) if size else [batch],
         )
         return acc.finalize(in_parts(acc, params, parts, donate, *shared), donate=donate)
@@ -38,25 +38,25 @@ def summed(donate):
 
 
 def stepped(**usual):
-    def run(loss, params, *args, size=2, **knobs):
-        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **usual | knobs)
+    def run(loss, params, *args, size=2, **options):
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **usual | options)
         return once(step, params, *args)
 
     return run
 
 
 def streamed(**usual):
-    def run(loss, params, batch, *shared, size=2, **knobs):
-        step = pa.make_step(loss, pa.sgd(0.1), **usual | knobs)
+    def run(loss, params, batch, *shared, size=2, **options):
+        step = pa.make_step(loss, pa.sgd(0.1), **usual | options)
         parts = pa.microbatches(batch, size) if size else [batch]
         return in_a_window(step, step.init(params), parts, *shared)
 
     return run
 
 
-def each_alone(loss, params, *args, size=2, engine="vmap", **knobs):
+def each_alone(loss, params, *args, size=2, engine="vmap", **options):
     engine = {"func": "vmap"}.get(engine, engine)
-    make = pa.per_sample_grad(loss, keep_batch_dim=True, chunk_size=size, engine=engine, **knobs)
+    make = pa.per_sample_grad(loss, keep_batch_dim=True, chunk_size=size, engine=engine, **options)
     return make(params, *args)
 
 
@@ -70,9 +70,9 @@ def total(loss, size=2, **_):
     return pa.microbatch(loss, microbatch_size=size, reduce="sum")
 
 
-def mapped(loss, params, *args, size=2, **knobs):
+def mapped(loss, params, *args, size=2, **options):
     """Under vmap, over two params."""
-    gradient = lambda p: pa.grad(loss, microbatch_size=size, **knobs)(p, *args)  # noqa: E731
+    gradient = lambda p: pa.grad(loss, microbatch_size=size, **options)(p, *args)  # noqa: E731
     twice = optree.tree_map(lambda x: torch.stack([x, 2 * x]), params)
     return torch.func.vmap(gradient, randomness="same")(twice)
 

@@ -28,7 +28,7 @@ def dropped(params, batch, buffers, keys):
     return ((out - batch["y"]) ** 2).mean(), new
 
 
-def full_step(**knobs):
+def full_step(**options):
     """A step with everything that a state may hold."""
     return pa.make_step(
         dropped,
@@ -40,7 +40,7 @@ def full_step(**knobs):
         buffers="pooled",
         keys=True,
         check=False,  # each microbatch is normalised by itself
-        **knobs,
+        **options,
     )
 
 
@@ -63,8 +63,8 @@ def _window():
     return step.update(state, step.begin(state), batch_of(3))
 
 
-def _half_full(**knobs):
-    acc, w = pa.accumulator(a_row, **knobs), torch.ones(3, 2)
+def _half_full(**options):
+    acc, w = pa.accumulator(a_row, **options), torch.ones(3, 2)
     return acc.update(acc.init(w), w, batch_of(3))
 
 

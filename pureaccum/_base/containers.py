@@ -45,14 +45,14 @@ def _make_known(x: Any, root: str) -> None:
     with _lock:
         if cls in _known:
             return
-        knobs: Any = {"namespace": trees.NAMESPACE}
+        options: Any = {"namespace": trees.NAMESPACE}
         if isinstance(x, Mapping):
             entry, taken, made = optree.MappingEntry, _items, partial(_mapping, cls)
             _check_made(x, root)
         else:
             entry, taken, made = optree.GetAttrEntry, _fields, partial(_filled, cls)
-        knobs |= {"path_entry_type": entry, "unflatten_func": made, "flatten_func": taken}
-        optree.register_pytree_node(cls, **knobs)  # pyright: ignore
+        options |= {"path_entry_type": entry, "unflatten_func": made, "flatten_func": taken}
+        optree.register_pytree_node(cls, **options)  # pyright: ignore
         _known.add(cls)
 
 

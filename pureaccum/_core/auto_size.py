@@ -316,26 +316,26 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
     """Let ``grad_and_value`` and its kin take ``microbatch_size="auto"``."""
 
     @wraps(transform)
-    def with_auto(*args: P.args, **knobs: P.kwargs) -> T:
-        if not is_auto(knobs.get("microbatch_size")):
-            return transform(*args, **knobs)
-        if knobs.get("stream"):
+    def with_auto(*args: P.args, **options: P.kwargs) -> T:
+        if not is_auto(options.get("microbatch_size")):
+            return transform(*args, **options)
+        if options.get("stream"):
             raise ValueError(
                 "microbatch_size='auto' came with a stream, of which no call has the whole; "
                 "expected a number of rows, or None to take its batches as they are."
             )
         make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
-        cut_at = checks.check_argnums(knobs.get("batch_argnums", 1), "batch_argnums")
+        cut_at = checks.check_argnums(options.get("batch_argnums", 1), "batch_argnums")
 
         def run(size: int, /, *args: Any, **kwargs: Any) -> Any:
-            return make(**knobs | {"microbatch_size": size})(*args, **kwargs)
+            return make(**options | {"microbatch_size": size})(*args, **kwargs)
 
         def look(*args: Any, **kwargs: Any) -> tuple[trees.Tree, trees.Tree]:
             at = checks.positions(cut_at, len(args), "batch_argnums")
             rest = [None if i in at else arg for i, arg in enumerate(args)]
             return {i: args[i] for i in at}, (rest, kwargs)
 
-        func = make(**knobs | {"microbatch_size": 1})  # checks the knobs, and has a name
+        func = make(**options | {"microbatch_size": 1})  # checks the options, and has a name
         return cast(T, wraps(func)(by_memory(run, look, root="args").run))
 
     return with_auto

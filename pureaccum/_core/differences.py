@@ -214,8 +214,8 @@ def _pulled(outs: Leaves, cotangents: Sequence[Any], leaves: Leaves) -> Leaves:
     pairs = [(x, y) for x, y in zip(outs, cotangents, strict=True) if x.requires_grad]
     if not pairs:
         return [*map(torch.zeros_like, leaves)]
-    knobs: Any = {"allow_unused": True, "materialize_grads": True}
-    return torch.autograd.grad([x for x, _ in pairs], leaves, [y for _, y in pairs], **knobs)
+    options: Any = {"allow_unused": True, "materialize_grads": True}
+    return torch.autograd.grad([x for x, _ in pairs], leaves, [y for _, y in pairs], **options)
 
 
 class _Constants(TorchFunctionMode):

@@ -136,10 +136,10 @@ class WordParts:
     """
 
     def __init__(
-        self, reduce: Tree, knob: str, root: str, returned: str, stacked: bool = False
+        self, reduce: Tree, option: str, root: str, returned: str, stacked: bool = False
     ) -> None:
         self.reduce, self.stacked = reduce, stacked
-        self.knob, self.root, self.returned = knob, root, returned  # as errors call them
+        self.option, self.root, self.returned = option, root, returned  # as errors call them
         self.looks: list[WordPart] = []
 
     def of(self, tree: Tree, where: str = "") -> list[WordPart]:
@@ -157,7 +157,7 @@ class WordParts:
             _map(take, self.reduce, tree)
         except ValueError as error:
             raise ValueError(
-                f"{self.knob}={self.reduce!r} is no prefix of {self.returned}: {error}"
+                f"{self.option}={self.reduce!r} is no prefix of {self.returned}: {error}"
             ) from error
         if not self.looks:
             for word, leaves, spec in parts:  # what a Reducer takes has no look
@@ -191,7 +191,7 @@ class WordParts:
         if kind == "shape" or (kind and not self.stacked):
             raise ValueError(
                 f"{self.name_of(n, i)} has {kind} {getattr(its, kind)} after {getattr(like, kind)} "
-                f"in a microbatch before, and {self.knob}={word!r} needs one {kind}. A leaf with "
+                f"in a microbatch before, and {self.option}={word!r} needs one {kind}. A leaf with "
                 "one row per sample takes 'concat'."
             )
 
@@ -207,15 +207,15 @@ class WordParts:
         if wrong:
             needed = f"one row per sample along dim {dim}" if word == "concat" else "a tensor"
             raise ValueError(
-                f"{self.name_of(n, i)} {wrong}, and {self.knob}={word!r} needs {needed}. Name what "
-                f"is meant in {self.knob}: 'sum', 'mean', 'max', 'min', 'stack' (one entry per "
-                "microbatch) or 'last', for all leaves or as a tree of words; or return "
+                f"{self.name_of(n, i)} {wrong}, and {self.option}={word!r} needs {needed}. Name "
+                f"what is meant in {self.option}: 'sum', 'mean', 'max', 'min', 'stack' (one entry "
+                "per microbatch) or 'last', for all leaves or as a tree of words; or return "
                 "Weighted(total, weight)."
             )
         if not isinstance(its, (Look, int, float)):
             raise TypeError(
                 f"{self.name_of(n, i)} is a {type(x).__name__}, which has no {word}; name 'last' "
-                f"for it in {self.knob}."
+                f"for it in {self.option}."
             )
 
     def name_of(self, n: int, i: int) -> str:

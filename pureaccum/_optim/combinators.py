@@ -172,8 +172,8 @@ def chain(*parts: Any) -> updates.Optimizer:
             if isinstance(map, GradientMap) and map.factor is not None and known is not None:
                 grads, later = _scaled(grads, map.factor(known), donate), old
             else:
-                knobs = {"donate": donate} if isinstance(map, GradientMap) else {}
-                tree, later = map.update(trees.unflatten(params[1], grads), old, **knobs)
+                options = {"donate": donate} if isinstance(map, GradientMap) else {}
+                tree, later = map.update(trees.unflatten(params[1], grads), old, **options)
                 cause = f"update of {_named(map)} has to return gradients like those it got."
                 grads = updates.fitting_gradients(tree, params, "its grads", cause)
             new.append(trees.where(applied, later, old))

@@ -68,11 +68,11 @@ class _Lookup(Function):
 class _Convolution(Function):
     @staticmethod
     def forward(  # pyright: ignore
-        ctx: Any, a: Tensor, weight: Tensor, bias: Any, knobs: Any, back: Any, token: Any
+        ctx: Any, a: Tensor, weight: Tensor, bias: Any, options: Any, back: Any, token: Any
     ) -> Tensor:
         ctx.save_for_backward(a, weight)
-        ctx.knobs, ctx.back = knobs, back
-        return torch.convolution(a, weight, bias, *knobs)
+        ctx.options, ctx.back = options, back
+        return torch.convolution(a, weight, bias, *options)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:  # pyright: ignore
@@ -80,14 +80,14 @@ class _Convolution(Function):
         ctx.back(a.detach(), d)
         given = None
         if ctx.needs_input_grad[0]:
-            given = _convolution_backward(d, a, weight, ctx.knobs, 0)
+            given = _convolution_backward(d, a, weight, ctx.options, 0)
         return given, None, None, None, None, None
 
 
-def _convolution_backward(d: Tensor, a: Tensor, weight: Tensor, knobs: Any, of: int) -> Tensor:
+def _convolution_backward(d: Tensor, a: Tensor, weight: Tensor, options: Any, of: int) -> Tensor:
     """The gradient of what a convolution is given, or of its weight."""
     wanted = [of == 0, of == 1, False]
-    return torch.ops.aten.convolution_backward(d, a, weight, None, *knobs, wanted)[of]
+    return torch.ops.aten.convolution_backward(d, a, weight, None, *options, wanted)[of]
 
 
 # The layers ------------------------------------------------------------------------------------
@@ -195,11 +195,11 @@ def _convolution(
         return None
     i, leaf = at[0], layers.leaves[at[0]]
     each = [(x,) * dims if isinstance(x, int) else tuple(x) for x in (stride, padding, dilation)]
-    knobs = *each, False, (0,) * dims, groups
+    options = *each, False, (0,) * dims, groups
 
     def back(a: Tensor, d: Tensor) -> None:
         def of(a: Tensor, d: Tensor) -> Tensor:
-            return _convolution_backward(d, a, leaf, knobs, 1)
+            return _convolution_backward(d, a, leaf, options, 1)
 
         a, d = (x.reshape(layers.rows, -1, *x.shape[-dims - 1 :]) for x in (a, d))
         layers.arrived(i, layers.lowered(torch.func.vmap(of)(a, d)))
@@ -212,7 +212,7 @@ def _convolution(
         return y.unflatten(0, batches)
 
     added = None if j is None else layers.leaves[j]
-    return layers.below(flat, (i, j), a, leaf, added, knobs, back)
+    return layers.below(flat, (i, j), a, leaf, added, options, back)
 
 
 def _attention(
@@ -223,7 +223,7 @@ def _attention(
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **knobs: Any,
+    **options: Any,
 ) -> Tensor:
     given = (query, key, value, attn_mask)
     *found, mask = [layers.rows_of(layers.with_copies(x), 0, expand=True) for x in given]
@@ -235,7 +235,7 @@ def _attention(
         ones = [1] * (tensors[0].dim() - mask.dim())
         mask = mask.reshape(len(mask), *ones, *mask.shape[1:])
 
-    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, **knobs)
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, **options)
     return layers.as_sample(attend, *tensors)
 
 

@@ -192,17 +192,17 @@ def make_step(
 
 def _size_of(size: Any, budget: object, retry_after: object) -> int | list[int] | None:
     """The size that is given; None where a batch is taken whole, or the step finds a size."""
-    for name, knob, expected in (
+    for name, option, expected in (
         ("memory_budget", budget, "the bytes that a step may hold beyond its arguments"),
         ("retry_after", retry_after, "the steps after which a larger size is tried again"),
     ):
-        if knob is not None and not auto_size.is_auto(size):
+        if option is not None and not auto_size.is_auto(size):
             raise ValueError(
-                f"{name}={knob!r} came with microbatch_size={size!r}; it is for "
+                f"{name}={option!r} came with microbatch_size={size!r}; it is for "
                 "microbatch_size='auto', which looks for a size."
             )
-        if knob is not None:
-            checks.check_int(knob, name, f"an int of at least 1, {expected}", 1)
+        if option is not None:
+            checks.check_int(option, name, f"an int of at least 1, {expected}", 1)
     return None if size is None or auto_size.is_auto(size) else batches.check_sizes(size)
 
 

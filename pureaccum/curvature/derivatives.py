@@ -146,8 +146,8 @@ def _by_pulling_twice(func: Function, leaves: Sequence[Tensor], moving: Sequence
     moved: Any = [None] * len(outs)
     if pairs:
         depending, cotangents = zip(*pairs, strict=True)
-        knobs: Any = {"create_graph": True, "allow_unused": True}
-        pulled: Any = torch.autograd.grad(depending, leaves, cotangents, **knobs)
+        options: Any = {"create_graph": True, "allow_unused": True}
+        pulled: Any = torch.autograd.grad(depending, leaves, cotangents, **options)
         both = zip(pulled, moving, strict=True)
         reached = [(g, v) for g, v in both if g is not None and g.requires_grad]
         if reached:

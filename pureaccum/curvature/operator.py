@@ -88,9 +88,9 @@ class Operator(NamedTuple):
             columns = torch.as_tensor(v, dtype=dtype).to(device, copy=True)
             return (self @ columns.reshape(self.shape[0], -1)).cpu().numpy().reshape(v.shape)
 
-        knobs: Any = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
-        knobs["dtype"] = torch.empty(0, dtype=dtype).numpy().dtype
-        return LinearOperator(self.shape, **knobs)
+        options: Any = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
+        options["dtype"] = torch.empty(0, dtype=dtype).numpy().dtype
+        return LinearOperator(self.shape, **options)
 
 
 def _split(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:

@@ -56,12 +56,12 @@ def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Summati
                 "params: v comes after all arguments."
             )
     # Products are compared in another way, by ``compared``, and only where that is asked for.
-    knobs: Any = {"reduction": over.reduction, "engine": "auto", "check": False}
+    options: Any = {"reduction": over.reduction, "engine": "auto", "check": False}
     if over.stream or over.group is not None:
-        summed = _over_parts(func, wrt, at, over, knobs)
+        summed = _over_parts(func, wrt, at, over, options)
     else:
-        knobs |= {"batch_argnums": over.batch_argnums, "microbatch_size": over.microbatch_size}
-        summed = transforms.grad_and_value(func, wrt, **knobs)
+        options |= {"batch_argnums": over.batch_argnums, "microbatch_size": over.microbatch_size}
+        summed = transforms.grad_and_value(func, wrt, **options)
 
     def advised(*args: Any) -> Any:
         try:
@@ -74,7 +74,11 @@ def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Summati
 
 
 def _over_parts(
-    func: Callable[..., Any], wrt: tuple[int, ...], at: tuple[int, ...], over: Summation, knobs: Any
+    func: Callable[..., Any],
+    wrt: tuple[int, ...],
+    at: tuple[int, ...],
+    over: Summation,
+    options: Any,
 ) -> Callable[..., Any]:
     """The same of what no call has as a whole: by an accumulator, microbatch by microbatch."""
     size, group = over.microbatch_size, over.group
@@ -98,7 +102,7 @@ def _over_parts(
             args = tuple(
                 x if i in where else exchange("copy", x, group) for i, x in enumerate(args)
             )
-        acc = accumulator(of_moved, batch_argnums=tuple(i + 1 for i in where), **knobs)
+        acc = accumulator(of_moved, batch_argnums=tuple(i + 1 for i in where), **options)
         moved = [args[i] for i in wrt]
         state = acc.init(moved)
         nothing = "curvature" if group is None else ""

@@ -35,11 +35,11 @@ def accumulates() -> Callable[..., Any]:
         `Fixtures <https://docs.pytest.org/en/stable/how-to/fixtures.html>`_
     """
 
-    def check(first: Any, second: Any, *args: Any, **knobs: Any) -> Any:
+    def check(first: Any, second: Any, *args: Any, **options: Any) -> Any:
         from torch.nn import Module
 
         of = training_loop.check_training_loop if isinstance(second, Module) else check_accumulation
-        report = of(first, second, *args, **knobs, raise_on_mismatch=False)
+        report = of(first, second, *args, **options, raise_on_mismatch=False)
         if not report.fits:
             pytest.fail(str(report), pytrace=False)
         return report

@@ -181,8 +181,8 @@ def steps_exactly(layout, loss, donate):
     params, batch = problem()
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
     func, reduction = LOSSES[loss]
-    knobs = {"reduction": reduction, "loss_scale": pa.static_loss_scale(8.0)}
-    make = partial(pa.make_step, func, pa.sgd(0.25, momentum=0.5), **knobs)
+    options = {"reduction": reduction, "loss_scale": pa.static_loss_scale(8.0)}
+    make = partial(pa.make_step, func, pa.sgd(0.25, momentum=0.5), **options)
     step, dstep = make(), make(microbatch_size=8, donate=donate)
     want, told = step(step.init(params), batch)
     first = dstep.init(dparams)
@@ -210,17 +210,19 @@ def trains(layout, optimizer, engine):
             {"w": pa.adam(0.125), "b": pa.sgd(0.125)}, lambda path: path[0]
         ),
     }
-    knobs = {
+    options = {
         "microbatch_size": 8,
         "loss_scale": pa.dynamic_loss_scale(),
         "engine": engine,
     }
-    step = pa.make_step(weighted, pa.chain(pa.clip_by_global_norm(2.0), make[optimizer]()), **knobs)
+    step = pa.make_step(
+        weighted, pa.chain(pa.clip_by_global_norm(2.0), make[optimizer]()), **options
+    )
     dstep = pa.make_step(
         weighted,
         pa.chain(pa.clip_by_global_norm(2.0), make[optimizer]()),
         donate=True,
-        **knobs,
+        **options,
     )
     state, new = step.init(params), dstep.init(dparams)
     for _ in range(2):
@@ -274,8 +276,8 @@ def one_bad_row_stops_all_ranks(layout):
     batch["x"][13, 2] = torch.nan  # a row of the last rank
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(0.1))
-    knobs = {"microbatch_size": 8, "loss_scale": pa.dynamic_loss_scale()}
-    step = pa.make_step(mean, optimizer, **knobs)
+    options = {"microbatch_size": 8, "loss_scale": pa.dynamic_loss_scale()}
+    step = pa.make_step(mean, optimizer, **options)
     state = step.init(dparams)
     new, info = step(state, dbatch)
     same_on_all_ranks(info)
@@ -444,8 +446,8 @@ def transforms_at_top_level():
         e = errors(p, b)
         return e.mean(), {"most": e.sum(), "each": e.sum(1), "rows": 3}
 
-    def run(p, b, **knobs):
-        return pa.grad_and_value(loss, has_aux=True, **knobs)(p, b)[1]
+    def run(p, b, **options):
+        return pa.grad_and_value(loss, has_aux=True, **options)(p, b)[1]
 
     words = {"most": "sum", "each": "last", "rows": "last"}
     value, aux = run(dparams, dbatch, microbatch_size=8, aux_reduction=words)
@@ -607,8 +609,8 @@ def bad_microbatches_are_skipped(layout):
     """On all ranks, whichever has the bad row; a window without any asks once."""
     params, batch = problem()
     dparams = spread(params, layout)
-    knobs = {"nonfinite": "skip", "reduction": "sum", "microbatch_size": 8}
-    step = pa.make_step(total, pa.sgd(0.25), **knobs)
+    options = {"nonfinite": "skip", "reduction": "sum", "microbatch_size": 8}
+    step = pa.make_step(total, pa.sgd(0.25), **options)
     plain = pa.make_step(total, pa.sgd(0.25), reduction="sum")
     state = step.init(dparams)
     want, _ = plain(plain.init(params), batch)
@@ -627,7 +629,7 @@ def bad_microbatches_are_skipped(layout):
         assert info.applied
         assert (int(info.microbatches), int(info.skipped)) == (2, 1)
         assert_trees_bitwise_equal(gathered(new.params), want.params)
-    careful = pa.make_step(total, pa.sgd(0.25), **knobs | {"nonfinite": "raise"})
+    careful = pa.make_step(total, pa.sgd(0.25), **options | {"nonfinite": "raise"})
     with refused(FloatingPointError, "microbatch 1"):
         careful(state, dbatch)
     acc = pa.accumulator(total, reduction="sum", nonfinite="skip")
@@ -658,17 +660,17 @@ def rows_have_their_keys(layout):
     def loss(p, b, keys):
         return total(p, b | {"x": pa.dropout(b["x"], 0.5, keys)})
 
-    knobs = {"keys": True, "reduction": "sum"}
-    plain = pa.make_step(loss, pa.sgd(2.0**-6), **knobs)
+    options = {"keys": True, "reduction": "sum"}
+    plain = pa.make_step(loss, pa.sgd(2.0**-6), **options)
     state = plain.init(params, seed=3)
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
     for size in (None, 16, 8, 4):
-        step = pa.make_step(loss, pa.sgd(2.0**-6), microbatch_size=size, **knobs)
+        step = pa.make_step(loss, pa.sgd(2.0**-6), microbatch_size=size, **options)
         new, want = step.init(dparams, seed=3), state
         for _ in range(2):
             new, want = step(new, dbatch)[0], plain(want, batch)[0]
         assert_near(new.params, want.params)
-    stream = pa.make_step(loss, pa.sgd(2.0**-6), **knobs)
+    stream = pa.make_step(loss, pa.sgd(2.0**-6), **options)
     first = stream.init(dparams, seed=3)
     window, window_plain = stream.begin(first), plain.begin(state)
     for part in pa.microbatches(dbatch, 8):
@@ -743,8 +745,8 @@ def samples_are_reduced(layout):
 def losses_are_compiled(layout):
     params, batch = problem(torch.float64)
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
-    knobs = {"microbatch_size": 8, "compile": {"backend": "aot_eager"}}
-    step = pa.make_step(weighted, pa.sgd(0.25, momentum=0.5), donate=True, **knobs)
+    options = {"microbatch_size": 8, "compile": {"backend": "aot_eager"}}
+    step = pa.make_step(weighted, pa.sgd(0.25, momentum=0.5), donate=True, **options)
     plain = pa.make_step(weighted, pa.sgd(0.25, momentum=0.5))
     new, want = step.init(dparams), plain.init(params)
     assert step.form(new, dbatch) == "loss"

@@ -32,8 +32,8 @@ def leaves_of(tree):
     return optree.tree_leaves(tree, namespace="pureaccum")
 
 
-def claimed(tree, **knobs):
-    return claim(agreement({}), "here", {}, {"state": tree}, HERE, "", **knobs)
+def claimed(tree, **options):
+    return claim(agreement({}), "here", {}, {"state": tree}, HERE, "", **options)
 
 
 def flipped(x, bit):

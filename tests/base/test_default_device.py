@@ -52,17 +52,17 @@ def buffered(params, x, buffers, keys):
     return mean(params, x) + buffers["mean"].sum(), new
 
 
-def stream(acc, parts, **knobs):
+def stream(acc, parts, **options):
     state = acc.init(PARAMS)
     for part in X.split(parts):
-        state = acc.update(state, PARAMS, part, **knobs)
+        state = acc.update(state, PARAMS, part, **options)
     return state, acc.finalize(acc.merge(state, acc.init(PARAMS)))
 
 
-def steps(streamed=False, **knobs):
+def steps(streamed=False, **options):
     """Two steps from a state that was made before."""
-    buffers = BUFFERS if "buffers" in knobs else None
-    step = pa.make_step(**{"microbatch_size": 2, "optimizer": pa.adamw(0.1)} | knobs)
+    buffers = BUFFERS if "buffers" in options else None
+    step = pa.make_step(**{"microbatch_size": 2, "optimizer": pa.adamw(0.1)} | options)
     first = step.init(PARAMS, buffers=buffers, seed=4)
 
     def run():
@@ -148,18 +148,18 @@ for kind in OWN_OPTIMIZERS:
     CALLS[f"optimizer {kind}"] = lambda kind=kind: optimized(kind)
 for engine in ENGINES:
     for nonfinite in NONFINITE:
-        knobs = {"engine": engine, "nonfinite": nonfinite}
+        options = {"engine": engine, "nonfinite": nonfinite}
         for loss in (mean, weighted):
             named = f"{loss.__name__}-{engine}-{nonfinite}"
-            CALLS[f"grad-{named}"] = lambda loss=loss, knobs=knobs: (
+            CALLS[f"grad-{named}"] = lambda loss=loss, options=options: (
                 lambda: [
-                    pa.grad_and_value(loss, microbatch_size=size, **knobs)(PARAMS, X)
+                    pa.grad_and_value(loss, microbatch_size=size, **options)(PARAMS, X)
                     for size in (None, 2, [1, 4])
                 ]
             )
-            CALLS[f"stream-{named}"] = lambda loss=loss, knobs=knobs: (
+            CALLS[f"stream-{named}"] = lambda loss=loss, options=options: (
                 lambda: [
-                    stream(pa.accumulator(loss, squares=True, **knobs), [2, 3], donate=donate)
+                    stream(pa.accumulator(loss, squares=True, **options), [2, 3], donate=donate)
                     for donate in (False, True)
                 ]
             )

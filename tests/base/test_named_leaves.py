@@ -21,8 +21,8 @@ def optimizer(one=0.5, other=0.25):
     return pa.chain(pa.clip_by_global_norm(1.0), groups)
 
 
-def made(**knobs):
-    step = pa.make_step(loss, optimizer(), loss_scale=pa.dynamic_loss_scale(), **knobs)
+def made(**options):
+    step = pa.make_step(loss, optimizer(), loss_scale=pa.dynamic_loss_scale(), **options)
     return step, step.init(PARAMS)
 
 

@@ -107,17 +107,17 @@ def switched(switch, patch):
 Program = Callable[..., Any]
 
 
-def stepped(loss, params, batch, has_aux=False, **knobs):
+def stepped(loss, params, batch, has_aux=False, **options):
     optimizer = pa.chain(pa.clip_by_global_norm(0.5), pa.adamw(0.125))
-    step = pa.make_step(loss, optimizer, has_aux=has_aux, microbatch_size=SIZE, **knobs)
+    step = pa.make_step(loss, optimizer, has_aux=has_aux, microbatch_size=SIZE, **options)
     state = step.init(params)
     for _ in range(2):
         state, info = step(state, batch)
     return state, info._replace(aux=())
 
 
-def streamed(loss, params, batch, has_aux=False, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.125, momentum=0.5), has_aux=has_aux, donate=True, **knobs)
+def streamed(loss, params, batch, has_aux=False, **options):
+    step = pa.make_step(loss, pa.sgd(0.125, momentum=0.5), has_aux=has_aux, donate=True, **options)
     state = step.init(params)
     window = step.begin(state)
     for part in pa.microbatches(batch, SIZE):
@@ -126,8 +126,8 @@ def streamed(loss, params, batch, has_aux=False, **knobs):
     return step.apply(state, window)
 
 
-def accumulated(loss, params, batch, has_aux=False, **knobs):
-    acc = pa.accumulator(loss, has_aux, **knobs)
+def accumulated(loss, params, batch, has_aux=False, **options):
+    acc = pa.accumulator(loss, has_aux, **options)
     state = acc.init(params)
     for part in pa.microbatches(batch, SIZE):
         state = acc.update(state, params, part)
@@ -136,27 +136,27 @@ def accumulated(loss, params, batch, has_aux=False, **knobs):
 
 
 def taken(size, **more):
-    def program(loss, params, batch, **knobs):
-        return pa.grad_and_value(loss, microbatch_size=size, **knobs, **more)(params, batch)
+    def program(loss, params, batch, **options):
+        return pa.grad_and_value(loss, microbatch_size=size, **options, **more)(params, batch)
 
     return program
 
 
 def autograd(program, **more):
-    return lambda *args, **knobs: program(*args, engine="autograd", **knobs, **more)
+    return lambda *args, **options: program(*args, engine="autograd", **options, **more)
 
 
 PROGRAMS = {
     "grad": taken(SIZE, aux_reduction="last"),
     "grad of all": taken(None, aux_reduction="last"),
     "skip": taken(SIZE, engine="autograd", nonfinite="skip", aux_reduction="last"),
-    "step": lambda *args, **knobs: stepped(*args, aux_reduction="last", **knobs),
-    "scaled": lambda *args, **knobs: stepped(
+    "step": lambda *args, **options: stepped(*args, aux_reduction="last", **options),
+    "scaled": lambda *args, **options: stepped(
         *args,
         aux_reduction="last",
         loss_scale=pa.dynamic_loss_scale(2.0**4),
         nonfinite="skip",
-        **knobs,
+        **options,
     ),
     "stream": streamed,
     "accumulator": accumulated,
@@ -173,10 +173,10 @@ ROUNDED = {  # where the plain form is another formula
 
 def ran(program, at):
     """What comes out, and any error in words: of a loss, parameters and a batch made anew."""
-    loss, params, batch, knobs = FIT[at].make(FIT[at].dtypes[0], seed=0)
+    loss, params, batch, options = FIT[at].make(FIT[at].dtypes[0], seed=0)
     torch.manual_seed(1)
     try:
-        return PROGRAMS[program](loss, params, batch, **knobs)
+        return PROGRAMS[program](loss, params, batch, **options)
     except (RuntimeError, ValueError, TypeError) as error:
         return type(error).__name__
 
@@ -238,8 +238,8 @@ def test_several_microbatches_at_once_have_the_bits_of_one_at_a_time(rows, monke
 
     def stepped_once(how_many):
         monkeypatch.setattr(recipes, "how_many", how_many)
-        knobs = {"microbatch_size": 2, "compile": {"backend": "eager"}}
-        step = pa.make_step(whole, pa.sgd(2.0**-3, momentum=0.5), **knobs)
+        options = {"microbatch_size": 2, "compile": {"backend": "eager"}}
+        step = pa.make_step(whole, pa.sgd(2.0**-3, momentum=0.5), **options)
         return step(step.init(params), batch)
 
     how_many = recipes.how_many

@@ -171,6 +171,6 @@ def test_a_bare_tensor_is_a_tree(size):
 def test_a_static_field_is_kept():
     a, b, x, y = data()
     params = Spaced(a, b, word="kept")
-    knobs = {"microbatch_size": 3, "reduction": "sum"}
-    gradient = pa.grad(lambda p, batch: rows_loss(p.a, p.b, *batch), **knobs)
+    options = {"microbatch_size": 3, "reduction": "sum"}
+    gradient = pa.grad(lambda p, batch: rows_loss(p.a, p.b, *batch), **options)
     assert gradient(params, (x, y)).word == "kept"

@@ -62,12 +62,12 @@ def cut_views(problem: Problem) -> Grads:
     return partial(pa.grad(loss), params)
 
 
-def in_microbatches(problem: Problem, **knobs: Any) -> Grads:
+def in_microbatches(problem: Problem, **options: Any) -> Grads:
     """``pa.functional`` with a size, and ``pa.grad``: also gives new running statistics."""
-    if knobs.get("keep") == "host" and problem.device == "cpu":
+    if options.get("keep") == "host" and problem.device == "cpu":
         raise Absent("a CPU's memory is the host's")
     criterion, params = problem.criterion, problem.params
-    fn = pa.functional(problem.net, microbatch_size=problem.rows, **knobs)
+    fn = pa.functional(problem.net, microbatch_size=problem.rows, **options)
     buffers = fn.buffers
 
     def loss(params: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -215,9 +215,9 @@ def by_hand(problem: Problem) -> Grads:
     return window
 
 
-def tiled(problem: Problem, by: Callable[..., Grads], **knobs: Any) -> Grads:
+def tiled(problem: Problem, by: Callable[..., Grads], **options: Any) -> Grads:
     """``pa.microbatch`` over the tokens."""
-    return by(problem, pa.microbatch(total, microbatch_size=problem.rows, reduce="sum", **knobs))
+    return by(problem, pa.microbatch(total, microbatch_size=problem.rows, reduce="sum", **options))
 
 
 # A chain of blocks.

@@ -60,23 +60,23 @@ def torch_func(problem: Problem) -> Grads:
     return window
 
 
-def whole(engine: str, *, weighted: bool = False, **knobs: Any) -> Callable[[Problem], Grads]:
+def whole(engine: str, *, weighted: bool = False, **options: Any) -> Callable[[Problem], Grads]:
     """``pa.grad_and_value`` over the whole batch."""
 
     def build(problem: Problem) -> Grads:
         loss = with_weight(problem) if weighted else problem.loss
-        fn = pa.grad_and_value(loss, microbatch_size=problem.rows, engine=engine, **knobs)
+        fn = pa.grad_and_value(loss, microbatch_size=problem.rows, engine=engine, **options)
         return lambda batch: fn(problem.params, batch)[0]
 
     return build
 
 
-def stream(engine: str, **knobs: Any) -> Callable[[Problem], Grads]:
+def stream(engine: str, **options: Any) -> Callable[[Problem], Grads]:
     """``pa.accumulator`` fed microbatch by microbatch, each old state donated."""
 
     def build(problem: Problem) -> Grads:
         params, rows = problem.params, problem.rows
-        accumulator = pa.accumulator(problem.loss, engine=engine, **knobs)
+        accumulator = pa.accumulator(problem.loss, engine=engine, **options)
 
         def window(batch: Batch) -> dict[str, Tensor]:
             state = accumulator.init(params)

@@ -54,7 +54,7 @@ def reader(net: torch.nn.Module) -> Read:
 
 
 def ours(
-    engine: str = "auto", *, clip: bool = False, scaled: bool = False, **knobs: Any
+    engine: str = "auto", *, clip: bool = False, scaled: bool = False, **options: Any
 ) -> Callable[[Problem], Training]:
     """``pa.make_step`` of a ``pa.functional``, each old state donated, with the same kernel."""
 
@@ -77,7 +77,7 @@ def ours(
             donate=True,
             policy=pa.Policy(autocast=HALVES[precision]) if precision in HALVES else None,
             loss_scale=pa.dynamic_loss_scale() if scaled or precision == "fp16" else None,
-            **knobs,
+            **options,
         )
         state = step.init(problem.params)
 

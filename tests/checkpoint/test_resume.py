@@ -53,9 +53,9 @@ def run(step, state, window, begin, end):
     return state, window, infos
 
 
-def resumed(path, begin, **knobs):
+def resumed(path, begin, **options):
     """As a program does that finds a file: it makes everything anew, and loads."""
-    step = full_step(**knobs)
+    step = full_step(**options)
     like = {"state": first_state(step), "done": 0, "part": 0}
     if begin[1]:
         like["window"] = step.begin(like["state"])
@@ -64,8 +64,8 @@ def resumed(path, begin, **knobs):
     return run(step, tree["state"], tree.get("window"), begin, (STEPS, 0))[::2]
 
 
-def saved(path, at, **knobs):
-    step = full_step(**knobs)
+def saved(path, at, **options):
+    step = full_step(**options)
     state, window, infos = run(step, first_state(step), None, (0, 0), at)
     tree = {"state": state, "done": at[0], "part": at[1]}
     pa.save(path, tree if window is None else tree | {"window": window})
@@ -73,8 +73,8 @@ def saved(path, at, **knobs):
 
 
 @cache
-def whole(**knobs):
-    step = full_step(**knobs)
+def whole(**options):
+    step = full_step(**options)
     return run(step, first_state(step), None, (0, 0), (STEPS, 0))[::2]
 
 
@@ -84,11 +84,11 @@ positions = st.tuples(st.integers(0, STEPS - 1), st.integers(0, PARTS - 1))
 @given(at=positions, engine=st.sampled_from(["func", "autograd"]), donate=st.booleans())
 @examples(1 / 2)
 def test_a_run_that_was_stopped_anywhere_goes_on(at, engine, donate):
-    knobs = {"engine": engine, "donate": donate}
+    options = {"engine": engine, "donate": donate}
     with TemporaryDirectory() as folder:
-        before = saved(f"{folder}/run", at, **knobs)
-        state, after = resumed(f"{folder}/run", at, **knobs)
-    want, infos = whole(**knobs)
+        before = saved(f"{folder}/run", at, **options)
+        state, after = resumed(f"{folder}/run", at, **options)
+    want, infos = whole(**options)
     assert_trees_bitwise_equal(state, want)
     assert_trees_bitwise_equal(before + after, infos)
     # the run has seen what a state must remember

@@ -66,13 +66,13 @@ PARAMS = {of_large: LARGE, mixed: MIXED, threaded: NORMED.params}
 # Programs ----------------------------------------------------------------------------------
 
 
-def a_step(loss=plain, optimizer=None, *, of="whole", **knobs):
+def a_step(loss=plain, optimizer=None, *, of="whole", **options):
     """One step of a run that has begun, so that there are moments."""
     sized = {"microbatch_size": SIZE} if of == "whole" else {}
-    knobs.setdefault("check", loss is not threaded)  # whose BatchNorm couples rows
+    options.setdefault("check", loss is not threaded)  # whose BatchNorm couples rows
 
     def made(its):
-        return pa.make_step(its, optimizer or pa.adamw(0.125), **sized, **knobs)
+        return pa.make_step(its, optimizer or pa.adamw(0.125), **sized, **options)
 
     @cache
     def begun():
@@ -87,7 +87,7 @@ def a_step(loss=plain, optimizer=None, *, of="whole", **knobs):
         window = do(step.begin, state)
         for part in pa.microbatches(X, SIZE):
             window = do(step.update, state, window, part)
-            window = window[0] if knobs.get("has_aux") else window
+            window = window[0] if options.get("has_aux") else window
         if of == "merged":
             other = step.update(state, step.begin(state), X[:SIZE])
             window = do(step.merge, window, other)
@@ -96,11 +96,11 @@ def a_step(loss=plain, optimizer=None, *, of="whole", **knobs):
     return program
 
 
-def an_accumulator(donate, loss=plain, **knobs):
+def an_accumulator(donate, loss=plain, **options):
     more, params = {"donate": donate}, PARAMS.get(loss, FN.params)
 
     def program(do, cold):
-        acc = pa.accumulator((lambda p, x: loss(p, x)) if cold else loss, **knobs)
+        acc = pa.accumulator((lambda p, x: loss(p, x)) if cold else loss, **options)
         state = do(acc.init, params)
         for part in pa.microbatches(X, SIZE):
             state = do(lambda state, part: acc.update(state, params, part, **more), state, part)

@@ -25,7 +25,7 @@ from tests.dropped import is_dropped
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
-every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
+every_call = pytest.mark.parametrize(("name", "options"), combinations())
 
 
 def trained_params():
@@ -37,16 +37,16 @@ def trained_params():
 
 
 @every_call
-def test_a_call_changes_nothing_and_gives_the_same_again(name, knobs):
+def test_a_call_changes_nothing_and_gives_the_same_again(name, options):
     params, batch = trained_params(), make_batch()
     with unchanged(params, batch):
-        first, second = (CALLS[name].run(mean_loss, params, batch, **knobs) for _ in range(2))
+        first, second = (CALLS[name].run(mean_loss, params, batch, **options) for _ in range(2))
     assert_trees_bitwise_equal(first, second)
 
 
 @every_call
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_an_error_in_the_loss_changes_nothing(name, knobs, where):
+def test_an_error_in_the_loss_changes_nothing(name, options, where):
     params, batch, calls = trained_params(), make_batch(), []
     at = 0 if where == "first" or name == "one microbatch" else 2
 
@@ -58,20 +58,20 @@ def test_an_error_in_the_loss_changes_nothing(name, knobs, where):
         return mean_loss(params, batch)
 
     with unchanged(params, batch), pytest.raises(BoomError):
-        CALLS[name].run(loss, params, batch, **knobs)
+        CALLS[name].run(loss, params, batch, **options)
     assert len(calls) == at + 1
 
 
-@pytest.mark.parametrize(("name", "knobs"), combinations(*GRADIENTS))
+@pytest.mark.parametrize(("name", "options"), combinations(*GRADIENTS))
 @pytest.mark.parametrize("leaf", ["w", "large"])
-def test_an_error_in_the_backward_pass_changes_nothing(name, knobs, leaf):
+def test_an_error_in_the_backward_pass_changes_nothing(name, options, leaf):
     params, batch = trained_params(), make_batch()
 
     def loss(params, batch):
         return mean_loss(params | {leaf: Explodes.apply(params[leaf])}, batch)
 
     with unchanged(params, batch), pytest.raises(BoomError):
-        CALLS[name].run(loss, params, batch, **knobs)
+        CALLS[name].run(loss, params, batch, **options)
 
 
 @contextmanager
@@ -95,15 +95,15 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize(("name", "knobs"), combinations(nonfinite=("propagate",)))
+@pytest.mark.parametrize(("name", "options"), combinations(nonfinite=("propagate",)))
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_a_mode_around_a_call_stays_and_changes_no_result(mode, name, knobs):
+def test_a_mode_around_a_call_stays_and_changes_no_result(mode, name, options):
     """Autograd records nothing in inference mode: an error may say so, a zero gradient may not."""
-    params, batch, engine = make_params(), make_batch(), knobs["engine"]
-    expected = CALLS[name].run(mean_loss, params, batch, **knobs)
+    params, batch, engine = make_params(), make_batch(), options["engine"]
+    expected = CALLS[name].run(mean_loss, params, batch, **options)
     with mode(), unchanged(params, batch):
         try:
-            result = CALLS[name].run(mean_loss, params, batch, **knobs)
+            result = CALLS[name].run(mean_loss, params, batch, **options)
         except RuntimeError as error:
             if (engine, mode) != ("autograd", torch.inference_mode) or "inference" not in str(
                 error
@@ -157,23 +157,23 @@ def with_a_history(run):
 
 @every_call
 @every_kind
-def test_a_history_changes_no_bit_and_there_is_none_under_no_grad(name, knobs, kind):
+def test_a_history_changes_no_bit_and_there_is_none_under_no_grad(name, options, kind):
     run = CALLS[name].run
-    plain = run(mean_loss, make_params(), make_batch(), **knobs)
+    plain = run(mean_loss, make_params(), make_batch(), **options)
     assert not has_graph(plain)
     params = kind(make_params())
-    again = with_a_history(lambda: run(mean_loss, params, make_batch(), **knobs))
+    again = with_a_history(lambda: run(mean_loss, params, make_batch(), **options))
     assert_trees_bitwise_equal(again, plain)
 
 
 @every_call
-def test_so_it_is_where_the_loss_captures_a_parameter(name, knobs):
+def test_so_it_is_where_the_loss_captures_a_parameter(name, options):
     params, captured = make_params(), torch.nn.Parameter(torch.ones(2))
 
     def loss(params, batch):
         return mean_loss(params | {"w": params["w"] * captured}, batch)
 
-    with_a_history(lambda: CALLS[name].run(loss, params, make_batch(), **knobs))
+    with_a_history(lambda: CALLS[name].run(loss, params, make_batch(), **options))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -188,18 +188,18 @@ def test_so_it_is_with_aux_whatever_it_is_made_from(engine, reduction):
             return mean_loss(params, batch), [rows, batch["x"] @ captured, batch["y"]]
         return mean_loss(params, batch), [rows.sum(), captured.sum(), batch["y"].sum()]
 
-    knobs = {"aux_reduction": reduction, "microbatch_size": 2}
+    options = {"aux_reduction": reduction, "microbatch_size": 2}
     acc = pa.accumulator(loss, has_aux=True, engine=engine)
     for call in (
-        pa.grad_and_value(loss, has_aux=True, engine=engine, **knobs),
-        pa.value(loss, has_aux=True, **knobs),
+        pa.grad_and_value(loss, has_aux=True, engine=engine, **options),
+        pa.value(loss, has_aux=True, **options),
         lambda params, batch: acc.update(acc.init(params), params, batch),
     ):
         with_a_history(lambda call=call: call(params, make_batch()))
 
 
 @every_call
-def test_no_activation_outlives_the_call(name, knobs):
+def test_no_activation_outlives_the_call(name, options):
     """With all results still held, and before any collection of garbage."""
     activations = []
 
@@ -209,7 +209,7 @@ def test_no_activation_outlives_the_call(name, knobs):
         return mean_loss(params, batch) + torch.sin(out).mean()  # sin keeps what it was given
 
     params, batch = KINDS["parameters"](make_params()), make_batch()
-    result = CALLS[name].run(loss, params, batch, **knobs)
+    result = CALLS[name].run(loss, params, batch, **options)
     assert activations
     assert not [x for x in activations if x() is not None]
     assert result is not None
@@ -228,8 +228,8 @@ def test_no_activation_outlives_its_microbatch(engine, nonfinite):
         return mean_loss(params, batch) + torch.sin(out).mean()
 
     params = KINDS["parameters"](make_params())
-    knobs = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 1}
-    pa.grad(loss, **knobs, check=False)(params, make_batch(5))
+    options = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 1}
+    pa.grad(loss, **options, check=False)(params, make_batch(5))
     assert alive == [0] * 6  # the first is observed before
 
 
@@ -245,8 +245,8 @@ def test_an_activation_is_gone_once_the_backward_pass_has_passed_it(engine, nonf
         early.register_hook(lambda _: alive.append(seen() is not None))
         return mean_loss(params, batch) + torch.sin(late).mean()
 
-    knobs = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 2}
-    pa.grad(loss, **knobs)(make_params(), make_batch(5))
+    options = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 2}
+    pa.grad(loss, **options)(make_params(), make_batch(5))
     assert alive == [False] * 3
 
 

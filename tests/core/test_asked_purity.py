@@ -53,12 +53,12 @@ def coupled(params, batch):
 # What asks -------------------------------------------------------------------------------
 
 
-def once_more(name, loss, **knobs):
-    return partial(RUNS[name], loss, params(), batch(), size=SIZE, **knobs)
+def once_more(name, loss, **options):
+    return partial(RUNS[name], loss, params(), batch(), size=SIZE, **options)
 
 
-def stepping(loss, stream=False, **knobs):
-    step = pa.make_step(loss, pa.adamw(0.1), microbatch_size=None if stream else SIZE, **knobs)
+def stepping(loss, stream=False, **options):
+    step = pa.make_step(loss, pa.adamw(0.1), microbatch_size=None if stream else SIZE, **options)
     state, rows = step.init(params()), batch()
 
     def run():

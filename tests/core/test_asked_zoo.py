@@ -34,8 +34,8 @@ SILENT = {
 
 
 def eight(run):
-    return lambda loss, params, batch, size, **knobs: (
-        call(params, batch) for call in [run(loss, size, **knobs)] for _ in range(8)
+    return lambda loss, params, batch, size, **options: (
+        call(params, batch) for call in [run(loss, size, **options)] for _ in range(8)
     )
 
 
@@ -45,19 +45,19 @@ def _gradients(engine):
     )
 
 
-def _updates(loss, params, batch, size, **knobs):
-    acc = pa.accumulator(loss, **knobs)
+def _updates(loss, params, batch, size, **options):
+    acc = pa.accumulator(loss, **options)
     state = acc.init(params)
     for _ in range(8):
         for part in pa.microbatches(batch, size):
             out = acc.update(state, params, part)
-            state = out[0] if knobs.get("has_aux") else out
+            state = out[0] if options.get("has_aux") else out
         yield state
 
 
 def _steps(stream):
-    def calls(loss, params, batch, size, **knobs):
-        step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=None if stream else size, **knobs)
+    def calls(loss, params, batch, size, **options):
+        step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=None if stream else size, **options)
         state = step.init(params)
         for _ in range(8):
             parts = pa.microbatches(batch, size)
@@ -69,7 +69,7 @@ def _steps(stream):
 
 WAYS = {
     **{engine: _gradients(engine) for engine in ("auto", "func", "autograd")},
-    "value": eight(lambda f, size, **knobs: pa.value(f, microbatch_size=size, **knobs)),
+    "value": eight(lambda f, size, **options: pa.value(f, microbatch_size=size, **options)),
     "updates": _updates,
     "step": _steps(stream=False),
     "stream": _steps(stream=True),
@@ -89,19 +89,19 @@ def share(species, dtype):
     return [(way, size) for k, way, size in every if (k + at) % n == 0]
 
 
-def outcome(species, dtype, way, size, calls=8, **knobs):
+def outcome(species, dtype, way, size, calls=8, **options):
     """What calls of a loss return that nobody was asked about before, or what they raise."""
     coupling._answers.clear()  # or they go on counting
     loss, params, batch, its = species.make(dtype, seed=0)
     its = {name: x for name, x in its.items() if name in ("reduction", "has_aux")}
     try:
-        return [*islice(WAYS[way](loss, params, batch, size, **its, **knobs), calls)]
+        return [*islice(WAYS[way](loss, params, batch, size, **its, **options), calls)]
     except Exception as error:
         return error
 
 
 def asked_of(kinds):
-    return residents(lambda it: kinds(it.kind) and "loop" not in it.knobs)
+    return residents(lambda it: kinds(it.kind) and "loop" not in it.options)
 
 
 # The laws --------------------------------------------------------------------------------
@@ -155,19 +155,19 @@ def test_losses_whose_rows_are_apart_but_for_chance_are_not_refused(species, dty
 
 def off(species, size):
     """By how much the microbatches' losses miss that of the batch, in float32."""
-    loss, params, batch, knobs = species.make(torch.float32, seed=0)
+    loss, params, batch, options = species.make(torch.float32, seed=0)
     whole, *parts = batch, *pa.microbatches(batch, size)
     sums = []
     for part in (whole, *parts):
-        seen, shape = read(loss(params, part), knobs.get("has_aux", False))
+        seen, shape = read(loss(params, part), options.get("has_aux", False))
         value = float(seen.total)
         rows = len(optree.tree_leaves(part)[0])
-        by_rows = rows if knobs.get("reduction", "mean") == "mean" else 1
+        by_rows = rows if options.get("reduction", "mean") == "mean" else 1
         weighs = float(seen.weight) if shape.weighted else 0.0
         sums.append((value, weighs) if shape.weighted else (value * by_rows, by_rows))
     (total, weight), *rest = sums
     assert len(rest) == -(-len(optree.tree_leaves(batch)[0]) // size)
-    if knobs.get("reduction") == "sum" and weight == 1:
+    if options.get("reduction") == "sum" and weight == 1:
         return abs(sum(t for t, _ in rest) - total) / abs(total)
     mean = sum(t for t, _ in rest) / (sum(w for _, w in rest) or 1)
     return abs(mean - total / weight) / abs(total / weight)
@@ -175,6 +175,6 @@ def off(species, size):
 
 def test_the_zoo_has_what_it_takes():
     """Of those that are off most are far off at some size, or the property above says nothing."""
-    some = [it for it in ZOO if it.kind in COUPLED and "loop" not in it.knobs]
+    some = [it for it in ZOO if it.kind in COUPLED and "loop" not in it.options]
     far = [it.name for it in some if any(off(it, n) > FAR for n in (4, 5) if n < ROWS)]
     assert len(far) > 0.7 * len(some), far

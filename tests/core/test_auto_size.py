@@ -264,11 +264,11 @@ def test_a_stream_gives_aux_that_outlives_its_window(donate):
     """Each row's, and what is no row: a tensor of the state itself."""
 
     loss = lambda w, x: ((w * x).square().mean(), {"rows": x.sum(1), "before": w})  # noqa: E731
-    knobs = {"has_aux": True, "aux_reduction": {"rows": "concat", "before": "last"}}
+    options = {"has_aux": True, "aux_reduction": {"rows": "concat", "before": "last"}}
     params, parts = torch.ones(3), [torch.randn(n, 3) for n in (4, 2)]
 
     def streamed(size, **given):
-        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **knobs, **given)
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **options, **given)
         state, seen = step.init(params), []
         window = step.begin(state)
         for part in parts:
@@ -356,8 +356,8 @@ def test_sizes_are_tried_without_the_compiler():
                 raise torch.OutOfMemoryError("so many rows")
         return (params * batch).square().mean()
 
-    knobs = {"microbatch_size": "auto", "compile": {"backend": "eager"}}
-    step = pa.make_step(loss, pa.sgd(0.125), **knobs)
+    options = {"microbatch_size": "auto", "compile": {"backend": "eager"}}
+    step = pa.make_step(loss, pa.sgd(0.125), **options)
     plain = pa.make_step(loss, pa.sgd(0.125), microbatch_size=4)
     state, batch = step.init(torch.ones(3)), rows_like(3)(16)
     want = plain(state, batch)
@@ -372,7 +372,7 @@ def test_sizes_are_tried_without_the_compiler():
 
 
 @pytest.mark.parametrize(
-    ("error", "knobs", "words"),
+    ("error", "options", "words"),
     [
         (ValueError, {"retry_after": 0}, ("retry_after is 0", "at least 1, the steps")),
         (ValueError, {"retry_after": 3, "microbatch_size": 2}, ("retry_after=3", "=2", "'auto'")),
@@ -383,9 +383,9 @@ def test_sizes_are_tried_without_the_compiler():
         (TypeError, {"microbatch_size": "all"}, ("microbatch_size is 'all', a str", "int")),
     ],
 )
-def test_knobs_that_do_not_fit_auto_are_refused(error, knobs, words):
+def test_options_that_do_not_fit_auto_are_refused(error, options, words):
     with saying(error, *words):
-        pa.make_step(Counted(), pa.sgd(0.1), **{"microbatch_size": "auto"} | knobs)
+        pa.make_step(Counted(), pa.sgd(0.1), **{"microbatch_size": "auto"} | options)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_auto_is_refused_under_a_transform(transform):
     assert not loss.rows
 
 
-def test_knobs_of_transforms_are_checked_at_once():
+def test_options_of_transforms_are_checked_at_once():
     with saying(ValueError, "reduction"):
         pa.grad(Counted(), microbatch_size="auto", reduction="median")
     assert pa.grad(mean, microbatch_size="auto").__name__ == "mean"

@@ -19,9 +19,9 @@ UNIT = Fraction(1, 2**24)  # u of float32
 TRANSFORMS = ("grad", "value")
 
 
-def transformed(transform, loss, **knobs):
+def transformed(transform, loss, **options):
     """``(w, x) -> aux``, by way of either public transform that has one."""
-    return lambda *args: getattr(pa, transform)(loss, has_aux=True, **knobs)(*args)[1]
+    return lambda *args: getattr(pa, transform)(loss, has_aux=True, **options)(*args)[1]
 
 
 def data(seed, rows):
@@ -69,8 +69,8 @@ def test_mean_is_weighted_as_the_loss_is(transform, kind, seed, rows, size):
     reduction = "sum" if kind == "sum" else "mean"
     w, x = data(seed, rows)
     x[0, 0] = 1.0  # some weight
-    knobs = {"microbatch_size": size, "reduction": reduction, "aux_reduction": "mean"}
-    aux = transformed(transform, loss, **knobs)(w, x)
+    options = {"microbatch_size": size, "reduction": reduction, "aux_reduction": "mean"}
+    aux = transformed(transform, loss, **options)(w, x)
     assert aux["tops"].shape == (1, 2)
     parts = x.split(size)
     weights = [int(p[:, 0].abs().sum()) if kind == "weighted" else len(p) for p in parts]
@@ -186,8 +186,8 @@ def test_a_masked_microbatch_has_no_say_in_a_mean(transform):
         return pa.Weighted(total, weight), total / weight
 
     x, mask = torch.tensor([4.0, 5.0, 6.0, 7.0]), torch.tensor([0.0, 0.0, 1.0, 3.0])
-    knobs = {"microbatch_size": 2, "aux_reduction": "mean"}
-    assert transformed(transform, loss, **knobs)(torch.tensor(1.0), (x, mask)) == 27 / 4
+    options = {"microbatch_size": 2, "aux_reduction": "mean"}
+    assert transformed(transform, loss, **options)(torch.tensor(1.0), (x, mask)) == 27 / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.bool], ids=str)

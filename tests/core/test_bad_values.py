@@ -57,9 +57,9 @@ def test_a_weight_that_is_none_makes_all_nan(engine, nonfinite, weights, bad, at
         "x": torch.ones(2 * len(weights), 2),
         "weight": torch.tensor(weights, dtype=torch.float64).repeat_interleave(2),
     }
-    knobs = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": size}
-    assert all_nan(pa.grad_and_value(weighing, **knobs)(PARAMS, batch))
-    assert all_nan(pa.grad(weighing, **knobs)(PARAMS, batch))
+    options = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": size}
+    assert all_nan(pa.grad_and_value(weighing, **options)(PARAMS, batch))
+    assert all_nan(pa.grad(weighing, **options)(PARAMS, batch))
     assert all_nan(pa.value(weighing, microbatch_size=size)(PARAMS, batch))
     acc = pa.accumulator(weighing, engine=engine, nonfinite=nonfinite)
     state = in_parts(acc, PARAMS, pa.microbatches(batch, 2), donate=True)
@@ -81,11 +81,11 @@ def test_a_mean_over_no_rows_is_nan_and_a_sum_zero_both_with_gradient_zero(
     """The loss is not called: nobody promised that it stands an empty batch."""
     for returns in (squares, weighing) if reduction == "mean" else (squares,):
         loss, batch = Loss(returns), make_batch(0)
-        knobs = {"microbatch_size": size, "reduction": reduction}
-        both = pa.grad_and_value(loss, engine=engine, nonfinite=nonfinite, **knobs)
+        options = {"microbatch_size": size, "reduction": reduction}
+        both = pa.grad_and_value(loss, engine=engine, nonfinite=nonfinite, **options)
         grads, value = both(PARAMS, batch)
         assert all_zero(grads)
-        for came in (value, pa.value(loss, **knobs)(PARAMS, batch)):
+        for came in (value, pa.value(loss, **options)(PARAMS, batch)):
             assert came.isnan() if reduction == "mean" else came == 0
         assert loss.calls == 0
 
@@ -157,16 +157,16 @@ def by_hand(kind, batches):
 
 
 class Form(NamedTuple):
-    """A way to give batches, ``run(loss, batches, **knobs)``; the gradients and the value."""
+    """A way to give batches, ``run(loss, batches, **options)``; the gradients and the value."""
 
     run: Callable[..., Any]
     stream: bool = False
     sizes: tuple[Any, ...] = (1, 2, "auto")
 
 
-def _step(loss, batches, stream=False, **knobs):
+def _step(loss, batches, stream=False, **options):
     """One of length 1 shows the gradients."""
-    step = pa.make_step(loss, pa.sgd(1.0), **knobs)
+    step = pa.make_step(loss, pa.sgd(1.0), **options)
     if stream:
         new, info = in_a_window(step, step.init(ABC), batches)
     else:
@@ -177,23 +177,24 @@ def _step(loss, batches, stream=False, **knobs):
     return {name: x - new.params[name] for name, x in ABC.items()}, info.loss
 
 
-def _accumulated(loss, batches, donate=False, **knobs):
-    acc = pa.accumulator(loss, **knobs)
+def _accumulated(loss, batches, donate=False, **options):
+    acc = pa.accumulator(loss, **options)
     state = in_parts(acc, ABC, batches, donate)
     assert state.microbatches == len(batches)
     return acc.finalize(acc.merge(acc.init(ABC), state))
 
 
-def _grads(loss, batches, **knobs):
-    grads = pa.grad(loss, **knobs)(ABC, batches[0])
-    knobs = {name: knobs[name] for name in ("microbatch_size", "reduction") if name in knobs}
-    return grads, pa.value(loss, **knobs)(ABC, batches[0])
+def _grads(loss, batches, **options):
+    grads = pa.grad(loss, **options)(ABC, batches[0])
+    options = {name: options[name] for name in ("microbatch_size", "reduction") if name in options}
+    return grads, pa.value(loss, **options)(ABC, batches[0])
 
 
 FORMS = {
     "grad, value": Form(_grads, sizes=(1, 2, [1], "auto")),
     "grad_and_value": Form(
-        lambda f, b, **knobs: pa.grad_and_value(f, **knobs)(ABC, b[0]), sizes=(1, 2, [1], "auto")
+        lambda f, b, **options: pa.grad_and_value(f, **options)(ABC, b[0]),
+        sizes=(1, 2, [1], "auto"),
     ),
     "step": Form(_step),
     "accumulator": Form(_accumulated, True),
@@ -213,14 +214,14 @@ WHOLE = [name for name, form in FORMS.items() if not form.stream]
 def test_a_batch_without_tensors_counts_as_one_microbatch(form, batches, kind, engine, nonfinite):
     run, stream, _ = FORMS[form]
     loss = loss_of(kind)
-    knobs = {"engine": engine, "nonfinite": nonfinite}
-    knobs["reduction"] = "sum" if kind == "sum" else "mean"
+    options = {"engine": engine, "nonfinite": nonfinite}
+    options["reduction"] = "sum" if kind == "sum" else "mean"
     if stream and kind == "mean":
         words = ("no batch argument holds a tensor", "Weighted", "reduction='sum'", "batch_argnums")
         with refused(ValueError, *words, loss=loss, calls=1):
-            run(loss, batches, **knobs)
+            run(loss, batches, **options)
         return
-    grads, value = run(loss, batches, **knobs)
+    grads, value = run(loss, batches, **options)
     wanted, expected = by_hand(kind, batches if stream else batches[:1])
     assert_trees_bitwise_equal(grads, wanted)
     assert value == expected.to(value.dtype)
@@ -236,10 +237,10 @@ def test_a_batch_without_tensors_counts_as_one_microbatch(form, batches, kind, e
 def test_a_batch_without_tensors_is_never_cut(form, batch, kind, engine, data):
     run, _, sizes = FORMS[form]
     loss = loss_of(kind)
-    knobs = {"microbatch_size": data.draw(st.sampled_from(sizes)), "engine": engine}
-    knobs["reduction"] = "sum" if kind == "sum" else "mean"
+    options = {"microbatch_size": data.draw(st.sampled_from(sizes)), "engine": engine}
+    options["reduction"] = "sum" if kind == "sum" else "mean"
     with refused(ValueError, "holds no tensor", "one row per sample", given=ABC, loss=loss):
-        run(loss, [batch], **knobs)
+        run(loss, [batch], **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,11 +249,11 @@ def test_the_aux_of_a_batch_without_tensors_is_that_of_one_microbatch(kind, word
     """And of a batch that is not cut, what the loss returned."""
     loss = loss_of(kind)
     with_aux = lambda params, batch: (loss(params, batch), params["a"] * 2)  # noqa: E731
-    knobs = {"has_aux": True, "aux_reduction": word}
-    knobs["reduction"] = "sum" if kind == "sum" else "mean"
-    step = pa.make_step(with_aux, pa.sgd(1.0), **knobs)
+    options = {"has_aux": True, "aux_reduction": word}
+    options["reduction"] = "sum" if kind == "sum" else "mean"
+    step = pa.make_step(with_aux, pa.sgd(1.0), **options)
     _, info = once(step, ABC, {"weight": 2.0})
-    _, aux = pa.grad(with_aux, engine="autograd", **knobs)(ABC, {"weight": 2.0})
+    _, aux = pa.grad(with_aux, engine="autograd", **options)(ABC, {"weight": 2.0})
     expected = ABC["a"] * 2
     assert_trees_bitwise_equal(info.aux, expected[None] if word == "stack" else expected)
     assert_trees_bitwise_equal(aux, expected)

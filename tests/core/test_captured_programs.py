@@ -49,8 +49,8 @@ def plainly(func, **_):
     return lambda x, *whole: torch.cat([func(part, *whole) for part in x.split(SIZE)])
 
 
-def cut(func, **knobs):
-    return pa.microbatch(func, microbatch_size=SIZE, batch_argnums=0, **knobs)
+def cut(func, **options):
+    return pa.microbatch(func, microbatch_size=SIZE, batch_argnums=0, **options)
 
 
 class Mixture(nn.Module):

@@ -34,10 +34,10 @@ KINDS = {kind: kind for kind in ("grad", "accumulator", "donated accumulator")}
 LossOf = Callable[[Tensors, Any], Tensor]
 
 
-def gradient(loss, params, batch, kind="grad", **knobs):
+def gradient(loss, params, batch, kind="grad", **options):
     if kind == "grad":
-        return RUNS["grad"](loss, params, batch, **knobs)
-    return RUNS[kind](loss, params, batch, **knobs)[0]
+        return RUNS["grad"](loss, params, batch, **options)
+    return RUNS[kind](loss, params, batch, **options)[0]
 
 
 # Autocast ------------------------------------------------------------------------------

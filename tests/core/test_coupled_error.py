@@ -49,8 +49,8 @@ def normalised(fn):
     return lambda p, b: F.cross_entropy(fn.apply(p, fn.buffers, b["image"])[0], b["y"])
 
 
-def entropy(targets, **knobs):
-    return lambda p, b: F.cross_entropy(out(p, b), b[targets], **knobs)
+def entropy(targets, **options):
+    return lambda p, b: F.cross_entropy(out(p, b), b[targets], **options)
 
 
 def masked(p, b):
@@ -78,8 +78,8 @@ def of_all_rows(loss):
     return pa.grad(loss, engine="auto")
 
 
-def of_microbatches(loss, **knobs):
-    return pa.grad(loss, microbatch_size=SIZE, **knobs)
+def of_microbatches(loss, **options):
+    return pa.grad(loss, microbatch_size=SIZE, **options)
 
 
 def ratio(total, weight):
@@ -253,11 +253,11 @@ def test_unasked_it_is_what_a_loop_by_hand_gives(case):
         share = share if case.reduction == "sum" else share / (ROWS // SIZE)
         share.backward()
         of_loop += float(share.detach())
-    knobs = {"microbatch_size": SIZE, "reduction": case.reduction, "check": False}
+    options = {"microbatch_size": SIZE, "reduction": case.reduction, "check": False}
     want = {name: x.grad for name, x in leaves.items()}
-    grads, value = pa.grad_and_value(case.loss, engine="auto", **knobs)(case.params, BATCH)
+    grads, value = pa.grad_and_value(case.loss, engine="auto", **options)(case.params, BATCH)
     assert_trees_bitwise_equal(grads, want)
-    assert float(value) == float(pa.value(case.loss, **knobs)(case.params, BATCH))
+    assert float(value) == float(pa.value(case.loss, **options)(case.params, BATCH))
     assert float(value) == pytest.approx(of_loop, rel=1e-12)
 
 

@@ -102,7 +102,7 @@ def test_a_loss_may_adapt_by_pa_grad(problem, outer_size):
     ours = pa.grad(
         lambda p, b: other.loss(adapted(problem.gradient, p), b),
         microbatch_size=outer_size,
-        **other.knobs,
+        **other.options,
     )
     whole = torch.func.grad(problem.whole)
     pieces = [
@@ -145,7 +145,7 @@ rowwise = st.builds(make, st.just("mean"), policies, seeds(), st.integers(1, 7),
 @given(rowwise)
 def test_pa_grad_stands_beside_per_sample_gradients(problem):
     samples = {key: column[:, None] for key, column in problem.batch.items()}
-    ours = pa.grad(total, microbatch_size=1, **problem.knobs)
+    ours = pa.grad(total, microbatch_size=1, **problem.options)
     each = torch.func.vmap(ours, (None, 0))(problem.params, samples)
     torchs = torch.func.vmap(torch.func.grad(total), (None, 0))(problem.params, samples)
     rows = [optree.tree_map(lambda g, i=i: g[i], torchs) for i in range(len(problem.batch["x"]))]
@@ -162,7 +162,7 @@ def test_a_loss_may_map_over_its_rows(problem):
         samples = {key: column[:, None] for key, column in batch.items()}
         return torch.func.vmap(total, (None, 0))(params, samples).mean()
 
-    ours = pa.grad(loss, microbatch_size=problem.size, **problem.knobs)
+    ours = pa.grad(loss, microbatch_size=problem.size, **problem.options)
     whole, pieces = torch.func.grad(problem.whole), map(torch.func.grad, problem.pieces())
     problem.compare(
         ours(problem.params, problem.batch),
@@ -202,8 +202,8 @@ def stepped(optimizer, gradient):
     return run
 
 
-def by_step(optimizer, **knobs):
-    step = pa.make_step(loss, optimizer, microbatch_size=2, **knobs)
+def by_step(optimizer, **options):
+    step = pa.make_step(loss, optimizer, microbatch_size=2, **options)
     return lambda w, x: step(once(step, w, x)[0], x)[0].params
 
 

@@ -125,7 +125,7 @@ OPTIMIZERS = {
 }
 
 
-def step_of(optimizer, sparse, **knobs):
+def step_of(optimizer, sparse, **options):
     """A step whose aux are aliases of what it is given, and its first state."""
 
     def loss(p, x, *, buffers):
@@ -141,7 +141,7 @@ def step_of(optimizer, sparse, **knobs):
         aux_reduction="last",
         buffers="sequential",
         donate=True,
-        **knobs,
+        **options,
     )
     params = {"w": torch.tensor([1.0, -0.5]), "s": torch.tensor(0.5)}
     params["large"] = torch.ones(512, 512)
@@ -184,5 +184,5 @@ def test_what_came_beside_a_donated_state_stays(forward, optimizer):
 @forms
 def test_what_came_beside_a_donated_state_of_a_compiled_step_stays(forward):
     torch.compiler.reset()
-    knobs = {"compile": {"backend": "eager"}, "microbatch_size": 4}
-    check(forward, *step_of("adamw", False, **knobs))
+    options = {"compile": {"backend": "eager"}, "microbatch_size": 4}
+    check(forward, *step_of("adamw", False, **options))

@@ -58,9 +58,9 @@ def test_a_mean_has_the_bits_of_both_engines_and_of_a_loop(
 ):
     given_ = problem(name, seed, rows, dtype)
     size = min(size, rows - 1)  # not the whole batch, which is not scaled at all
-    knobs = {"microbatch_size": size, "nonfinite": nonfinite}
+    options = {"microbatch_size": size, "nonfinite": nonfinite}
     func, autograd = (
-        pa.grad(given_.mean, engine=engine, **knobs)(given_.params, given_.batch)
+        pa.grad(given_.mean, engine=engine, **options)(given_.params, given_.batch)
         for engine in ("func", "autograd")
     )
     parts = list(pa.microbatches(given_.batch, size))
@@ -124,8 +124,8 @@ def residents():
 
 def outcome(engine, species, *, whole):
     """Gradients and value, or the error of a loss that the engine refuses."""
-    loss, params, batch, knobs = species.make(torch.float32, seed=0)
-    given = {name: x for name, x in knobs.items() if name in ("has_aux", "reduction")}
+    loss, params, batch, options = species.make(torch.float32, seed=0)
+    given = {name: x for name, x in options.items() if name in ("has_aux", "reduction")}
     if whole:
         given |= {"microbatch_size": 5, "engine": engine, "aux_reduction": "last"}
         gradient = pa.grad_and_value(loss, **given)

@@ -245,8 +245,8 @@ def test_a_contrastive_loss_of_all_ranks_is_that_of_one(
     want, told = alone(alone.init(params), batch)
     mine = {k: x[shares[rank]] for k, x in batch.items()}
     nonfinite = "skip" if skip else "propagate"
-    knobs = {"engine": engine, "group": dist.group.WORLD, "nonfinite": nonfinite}
-    step = pa.make_step(each, pa.sgd(0.5), **knobs)
+    options = {"engine": engine, "group": dist.group.WORLD, "nonfinite": nonfinite}
+    step = pa.make_step(each, pa.sgd(0.5), **options)
     new, info = step(step.init(params), mine)
     near(new.params, want.params, 1e-12)
     near(info.loss, told.loss, 1e-12)

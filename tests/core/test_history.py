@@ -69,7 +69,7 @@ PLAIN = {  # of w, v, x, and of what the loss captures
 def called(name, size, engine):
     """The same by what gives derivatives of a loss that captures ``c``."""
     by_size = {"microbatch_size": size}
-    knobs = by_size | {"engine": engine}
+    options = by_size | {"engine": engine}
     chunks = {"engine": "autograd" if engine == "autograd" else "vmap"}
     chunks |= {"chunk_size": size if isinstance(size, int) else 3}
 
@@ -79,9 +79,9 @@ def called(name, size, engine):
         squared = lambda out, x: (out**2 * c).mean()  # noqa: E731
         return {
             "value": lambda: pa.value(loss, **by_size)(w, x),
-            "grad": lambda: pa.grad(loss, **knobs)(w, x),
-            "grad_and_value": lambda: torch.mul(*pa.grad_and_value(loss, **knobs)(w, x)),
-            "aux": lambda: torch.cat(pa.grad(both, has_aux=True, **knobs)(w, x)),
+            "grad": lambda: pa.grad(loss, **options)(w, x),
+            "grad_and_value": lambda: torch.mul(*pa.grad_and_value(loss, **options)(w, x)),
+            "aux": lambda: torch.cat(pa.grad(both, has_aux=True, **options)(w, x)),
             "per_sample_grad": lambda: pa.per_sample_grad(of_row, **chunks)(w, x),
             "per_sample_grad, summed": lambda: pa.per_sample_grad(of_row, reduce="sum", **chunks)(
                 w, x
@@ -172,11 +172,11 @@ def test_what_only_a_later_microbatch_captures():
         return loss
 
     want = torch.autograd.grad(new_loss()(W, X[6:]), c)[0]
-    knobs = {"microbatch_size": 3, "reduction": "sum", "check": False}
-    value = pa.value(new_loss(), **knobs)(W, X)
+    options = {"microbatch_size": 3, "reduction": "sum", "check": False}
+    value = pa.value(new_loss(), **options)(W, X)
     assert torch.equal(torch.autograd.grad(value, c)[0], want)
     for engine in ("func", "auto", "autograd"):
-        grads = pa.grad(new_loss(), engine=engine, **knobs)(W, X)
+        grads = pa.grad(new_loss(), engine=engine, **options)(W, X)
         assert grads.requires_grad
 
 

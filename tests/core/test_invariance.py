@@ -25,8 +25,8 @@ from tests.exactly import (
 pytestmark = [pytest.mark.laws, pytest.mark.promise("bounds")]
 
 
-def accumulated(loss, params, parts, **knobs):
-    acc = pa.accumulator(loss.call, reduction=loss.reduction, **knobs)
+def accumulated(loss, params, parts, **options):
+    acc = pa.accumulator(loss.call, reduction=loss.reduction, **options)
     return acc.finalize(folded(acc, acc.init(params), params, parts))
 
 

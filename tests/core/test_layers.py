@@ -78,11 +78,11 @@ def by_hand(params):
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-@pytest.mark.parametrize("knobs", [{}, {"nonfinite": "skip"}, {"has_aux": True}], ids=str)
-def test_the_cosines_of_a_batch(engine, knobs):
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"has_aux": True}], ids=str)
+def test_the_cosines_of_a_batch(engine, options):
     params = {"w": torch.tensor([0.3, -0.2]), "b": torch.tensor(0.5)}
-    own = (lambda p, x: (loss(p, x), {})) if "has_aux" in knobs else loss
-    pa.grad(own, microbatch_size=1, engine=engine, **knobs)(params, ROWS)
+    own = (lambda p, x: (loss(p, x), {})) if "has_aux" in options else loss
+    pa.grad(own, microbatch_size=1, engine=engine, **options)(params, ROWS)
     torch.testing.assert_close(found[-3:], by_hand(params), rtol=1e-5, atol=1e-6)
 
 

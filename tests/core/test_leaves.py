@@ -50,8 +50,8 @@ def test_grad_casts_every_kind_of_leaf_back_once(kind, narrow, engine, seed):
     sums, by = gradient_sums(kind, batch), weight_of(kind, batch) or 1
     want = {name: (sums[name] / by).to(leaf.dtype) for name, leaf in params.items()}
     for size in (1, 3, ROWS - 1):
-        knobs = {"microbatch_size": size, "reduction": reduction(kind), "engine": engine}
-        assert_trees_bitwise_equal(pa.grad(linear_loss(kind), **knobs)(params, batch), want)
+        options = {"microbatch_size": size, "reduction": reduction(kind), "engine": engine}
+        assert_trees_bitwise_equal(pa.grad(linear_loss(kind), **options)(params, batch), want)
 
 
 @pytest.mark.parametrize("donate", [False, True])

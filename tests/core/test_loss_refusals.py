@@ -91,11 +91,11 @@ LOSSES = (  # and what else the loss is said to return
 )
 
 
-@each_once("to, returns, error, words, knobs", receivers_but("microbatches"), LOSSES)
-def test_a_loss_is_a_real_scalar_with_a_real_weight_or_a_pair(to, returns, error, words, knobs):
+@each_once("to, returns, error, words, options", receivers_but("microbatches"), LOSSES)
+def test_a_loss_is_a_real_scalar_with_a_real_weight_or_a_pair(to, returns, error, words, options):
     loss, batch = Loss(returns), make_batch(2)
     with refused(error, *words, given=(PARAMS, batch), loss=loss, calls=1):
-        to.run(loss, PARAMS, batch, **knobs)
+        to.run(loss, PARAMS, batch, **options)
 
 
 @each_once("transform, returns, error, words", TRANSFORMS, BAD)
@@ -200,13 +200,16 @@ def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind():
     loss = FAIL["arithmetic"]
     named = lambda w, x, *, y: loss(w, x, y)  # noqa: E731
     behind = lambda w, y, x: loss(w, x, y)  # noqa: E731
-    knobs = {"microbatch_size": PART}
+    options = {"microbatch_size": PART}
     for call, words in (
-        (lambda: pa.grad(named, **knobs)(W, WIDE, y=LABELS), "argument 'y' has 16 rows"),
-        (lambda: pa.grad(behind, batch_argnums=-1, **knobs)(W, LABELS, WIDE), "argument 1 has 16"),
+        (lambda: pa.grad(named, **options)(W, WIDE, y=LABELS), "argument 'y' has 16 rows"),
+        (
+            lambda: pa.grad(behind, batch_argnums=-1, **options)(W, LABELS, WIDE),
+            "argument 1 has 16",
+        ),
         (
             lambda: pa.microbatch(
-                lambda w, *, x, y: loss(w, x, y), batch_argnums=(), batch_argnames="x", **knobs
+                lambda w, *, x, y: loss(w, x, y), batch_argnums=(), batch_argnames="x", **options
             )(W, x=WIDE, y=LABELS),
             "argument 'y' has 16 rows",
         ),
@@ -214,9 +217,9 @@ def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind():
         with pytest.raises(RuntimeError) as caught:
             call()
         assert [words in note for note in notes_of(caught.value)] == [True]
-    by_name = {"batch_argnums": (), "batch_argnames": ("x", "y"), "reduce": "mean"} | knobs
+    by_name = {"batch_argnums": (), "batch_argnames": ("x", "y"), "reduce": "mean"} | options
     pa.microbatch(named, **by_name | {"batch_argnums": 1, "batch_argnames": "y"})(W, WIDE, y=LABELS)
-    pa.grad(loss, batch_argnums=(1, 2), **knobs)(W, WIDE, LABELS)
+    pa.grad(loss, batch_argnums=(1, 2), **options)(W, WIDE, LABELS)
 
 
 SILENT = {  # errors for other reasons

@@ -28,8 +28,8 @@ def f(w, x):
     return ((x @ w) ** 3).sum()
 
 
-def accumulated(w, loss=f, **knobs):
-    acc = pa.accumulator(loss, **{"reduction": "sum", **knobs})
+def accumulated(w, loss=f, **options):
+    acc = pa.accumulator(loss, **{"reduction": "sum", **options})
     return acc.finalize(in_parts(acc, w, X.split(2)))[0]
 
 
@@ -191,5 +191,5 @@ def test_a_loss_may_take_a_gradient_of_its_leaves_by_itself(engine, width):
         return (x @ (w - g)).square().sum()
 
     want = pulled(lambda w: sum(loss(w, part) for part in x.split(2)), w)
-    knobs = {"microbatch_size": 2, "reduction": "sum", "check": False}
-    assert torch.equal(pa.grad(loss, engine=engine, **knobs)(w, x), want)
+    options = {"microbatch_size": 2, "reduction": "sum", "check": False}
+    assert torch.equal(pa.grad(loss, engine=engine, **options)(w, x), want)

@@ -37,14 +37,14 @@ def run_of(way, name, check):
     x = torch.randn(64 * PARTS, WIDTH, dtype=next(net.parameters()).dtype)
 
     loss = lambda params, x: (functional_call(net, params, (x,)).float() ** 2).mean()  # noqa: E731
-    knobs = {"microbatch_size": 64, "check": check}
+    options = {"microbatch_size": 64, "check": check}
     if way == "value":
-        value = pa.value(loss, **knobs)
+        value = pa.value(loss, **options)
         return lambda: value(params, x)
     if way in ("auto", "func", "autograd"):
-        grad = pa.grad(loss, engine=way, **knobs)
+        grad = pa.grad(loss, engine=way, **options)
         return lambda: grad(params, x)
-    step = pa.make_step(loss, pa.sgd(0.1), donate=way == "donated step", **knobs)
+    step = pa.make_step(loss, pa.sgd(0.1), donate=way == "donated step", **options)
     state = step.init(params)
     return lambda: step(state, x)
 

@@ -92,13 +92,13 @@ def descent(gradient, wrap=lambda f: f):
     return run
 
 
-def steps(rule, size, wrap, **knobs):
+def steps(rule, size, wrap, **options):
     def one(state, rate, batch):
-        step = pa.make_step(weighted, rule(rate), microbatch_size=size, **knobs)
+        step = pa.make_step(weighted, rule(rate), microbatch_size=size, **options)
         return step(state, batch)[0]
 
     def run(given, batches):
-        state = pa.make_step(weighted, rule(given.rate), **knobs).init(given.params)
+        state = pa.make_step(weighted, rule(given.rate), **options).init(given.params)
         for batch in batches:
             state = wrap(one)(state, given.rate, batch)
         return state.params
@@ -164,8 +164,8 @@ RULES = {
 def test_derivatives_go_through_steps(wrap, rule, seed, size, scaled):
     make_rule, by_hand = RULES[rule]
     at, batches = make(seed)
-    knobs = {"loss_scale": pa.static_loss_scale(2.0**9)} if scaled else {}
-    check(outer(batches, steps(make_rule, size, wrap, **knobs)), outer(batches, by_hand), at)
+    options = {"loss_scale": pa.static_loss_scale(2.0**9)} if scaled else {}
+    check(outer(batches, steps(make_rule, size, wrap, **options)), outer(batches, by_hand), at)
 
 
 def test_derivatives_through_steps_are_those_of_differences():
@@ -255,19 +255,19 @@ def test_plain_autograd_follows_the_weights_of_samples_or_is_refused(
         return weighted(params, batch if passed else batch | {"theta": theta[batch["row"]]})
 
     squares = lambda grads: sum((g**2).sum() for g in optree.tree_leaves(grads))  # noqa: E731
-    knobs = {"engine": engine, "nonfinite": nonfinite}
-    got = pa.grad_and_value(loss, microbatch_size=size or ROWS, **knobs)(at.params, batch)
+    options = {"engine": engine, "nonfinite": nonfinite}
+    got = pa.grad_and_value(loss, microbatch_size=size or ROWS, **options)(at.params, batch)
     by_hand = torch.func.grad_and_value(quotient)
     want = by_hand(at.params, batches[0] | {"theta": at.theta[0]})
     Problem.compare(map_(torch.detach, got), want, [want])
     found = torch.autograd.grad(squares(got), theta)[0]
     want = grad(lambda theta: squares(by_hand(at.params, batches[0] | {"theta": theta})))(theta)
     Problem.compare(found, want.detach(), [want.detach()])
-    acc = pa.accumulator(loss, squares=True, **knobs)
+    acc = pa.accumulator(loss, squares=True, **options)
     state = in_parts(acc, at.params, pa.microbatches(batch, size or ROWS))
     with pytest.raises(RuntimeError, match="keeps no graph"):
         squares(acc.finalize(state)).backward()
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, noise=True, **knobs)
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, noise=True, **options)
     if passed:
         assert once(step, at.params, batch)[1].loss.requires_grad
     else:

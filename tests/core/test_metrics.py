@@ -50,16 +50,16 @@ def check(w, batch, metrics):
     assert (metrics["top"], metrics["least"], metrics["seen"]) == (x.max(), x.min(), ROWS)
 
 
-KNOBS = {"has_aux": True, "aux_reduction": WORDS}
+OPTIONS = {"has_aux": True, "aux_reduction": WORDS}
 
 
-def by_step(sizes, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.0), **KNOBS | {"microbatch_size": sizes} | knobs)
+def by_step(sizes, **options):
+    step = pa.make_step(loss, pa.sgd(0.0), **OPTIONS | {"microbatch_size": sizes} | options)
     return lambda w, batch: told(step(step.init(w), batch))
 
 
-def by_window(sizes, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.0), **KNOBS, **knobs)
+def by_window(sizes, **options):
+    step = pa.make_step(loss, pa.sgd(0.0), **OPTIONS, **options)
     return lambda w, batch: told(step.window(step.init(w), pa.microbatches(batch, sizes)))
 
 
@@ -68,15 +68,15 @@ def told(result):
 
 
 def by_stream(sizes):
-    of = pa.value(loss, stream=True, **KNOBS)
+    of = pa.value(loss, stream=True, **OPTIONS)
     return lambda w, batch: of(w, pa.microbatches(batch, sizes))
 
 
 WAYS = {
-    "value": lambda sizes: pa.value(loss, microbatch_size=sizes, **KNOBS),
+    "value": lambda sizes: pa.value(loss, microbatch_size=sizes, **OPTIONS),
     "stream": by_stream,
     "grad": lambda sizes: (
-        lambda w, batch: pa.grad_and_value(loss, microbatch_size=sizes, **KNOBS)(w, batch)[1]
+        lambda w, batch: pa.grad_and_value(loss, microbatch_size=sizes, **OPTIONS)(w, batch)[1]
     ),
     "step": by_step,
     "a step that skips": lambda sizes: by_step(sizes, nonfinite="skip"),
@@ -110,9 +110,9 @@ def test_a_batch_that_is_not_cut_has_the_same_metrics(transform, seed):
 )
 def test_a_compiled_step_has_the_same_metrics(way, size):
     w, batch = torch.tensor(2.0), tokens(1)
-    knobs = {"compile": {"backend": "eager"}, "microbatch_size": size}
+    options = {"compile": {"backend": "eager"}, "microbatch_size": size}
     sizes = [size] * (ROWS // size) + [ROWS % size] * (ROWS % size > 0)
-    check(w, batch, way(sizes, **knobs)(w, batch)[1])
+    check(w, batch, way(sizes, **options)(w, batch)[1])
 
 
 @given(seeds(), st.sampled_from([0.0, math.nan, math.inf]))
@@ -155,9 +155,11 @@ def test_metrics_of_no_weight_are_nan():
 )
 @pytest.mark.parametrize("size", [None, 1])
 def test_what_is_no_mean_is_refused(mean, words, size):
-    knobs = {"has_aux": True, "microbatch_size": size, "reduction": "sum"}
+    options = {"has_aux": True, "microbatch_size": size, "reduction": "sum"}
     with pytest.raises((TypeError, ValueError), match=words if size else "total|weight"):
-        pa.value(lambda w, x: ((w * x).sum(), {"m": mean}), **knobs)(torch.ones(()), torch.ones(2))
+        pa.value(lambda w, x: ((w * x).sum(), {"m": mean}), **options)(
+            torch.ones(()), torch.ones(2)
+        )
 
 
 # Value: a policy, a stream -----------------------------------------------------------------------
@@ -175,11 +177,11 @@ def test_a_policy_is_that_of_the_step(way, mode):
 
     w, x = torch.ones(4, 2), torch.arange(24.0).reshape(6, 4) / 7
     policy = pa.Policy(**{mode: torch.bfloat16})
-    knobs = {"policy": policy, "aux_reduction": "sum", "check": False}
-    step = pa.make_step(squares, pa.sgd(0.0), has_aux=True, microbatch_size=2, **knobs)
+    options = {"policy": policy, "aux_reduction": "sum", "check": False}
+    step = pa.make_step(squares, pa.sgd(0.0), has_aux=True, microbatch_size=2, **options)
     _, info = step(step.init(w), x)
     cut = {"whole": {}, "cut": {"microbatch_size": 2}, "stream": {"stream": True}}[way]
-    evaluate = pa.value(squares, has_aux=True, **knobs, **cut)
+    evaluate = pa.value(squares, has_aux=True, **options, **cut)
     loss, aux = evaluate(w, [*x.split(2)] if way == "stream" else x)
     assert seen == {torch.bfloat16}
     assert loss.dtype == aux["out"].dtype == aux["mean"].dtype == torch.float32
@@ -214,21 +216,21 @@ def test_several_streams_go_side_by_side():
 
 
 def test_what_is_no_stream_is_refused():
-    def value(batch, **knobs):
-        return pa.value(lambda w, x: w * x[0].mean(), stream=True, **knobs)(
+    def value(batch, **options):
+        return pa.value(lambda w, x: w * x[0].mean(), stream=True, **options)(
             torch.tensor(1.0), batch
         )
 
     for batch in (torch.ones(4), {"x": torch.ones(4)}, 3):
         with pytest.raises(TypeError, match="with stream=True, an iterable of batches"):
             value(batch)
-    for batch, knobs, words in (
+    for batch, options, words in (
         ([], {}, "the stream gave no batch, and there is no value"),
         ([], {"microbatch_size": "auto"}, "'auto' came with a stream"),
         ([(torch.ones(3), torch.ones(2))], {}, "has 2 rows"),
     ):
         with pytest.raises(ValueError, match=words):
-            value(batch, **knobs)
+            value(batch, **options)
     with pytest.raises(TypeError, match="policy is 'bf16'"):
         pa.value(lambda w, x: (w * x).mean(), policy="bf16")
 

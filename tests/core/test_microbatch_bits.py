@@ -253,10 +253,10 @@ def test_a_microbatch_alone_is_another_function():
     """The control: the same program, as if its rows were not coupled, gives other gradients."""
     program = build([("sum", ()), ("relu", (0,)), ("squared", ())], 3, 8)
     want, _ = full_batch(program, "sum")
-    knobs = {"microbatch_size": 3, "reduction": "sum"}
+    options = {"microbatch_size": 3, "reduction": "sum"}
     with pytest.raises(pa.CoupledLossError):
-        pa.grad(partial(program.loss, "sum"), **knobs)(program.params, program.batch)
-    plain = pa.grad(partial(program.loss, "sum"), **knobs, check=False)
+        pa.grad(partial(program.loss, "sum"), **options)(program.params, program.batch)
+    plain = pa.grad(partial(program.loss, "sum"), **options, check=False)
     with pytest.raises(AssertionError):
         assert_trees_bitwise_equal(plain(program.params, program.batch), want)
     assert_trees_bitwise_equal(want["unused"], [torch.zeros(3)])
@@ -303,7 +303,7 @@ def test_a_step_with_everything_is_the_step_over_the_full_batch(kind, data, seed
     size = min(size, 4) if kind == "mean" else size
     scale = data.draw(st.sampled_from([None, 10, 0]))
     policies = [None, pa.Policy(compute=torch.bfloat16), pa.Policy()]
-    knobs = {
+    options = {
         "loss_scale": None if scale is None else pa.dynamic_loss_scale(2.0**scale),
         "policy": data.draw(st.sampled_from(policies)),
         "engine": data.draw(st.sampled_from(["func", "autograd"])),
@@ -315,7 +315,7 @@ def test_a_step_with_everything_is_the_step_over_the_full_batch(kind, data, seed
     results = []
     for cut in (whole, pieces(size)):
         optimizer = pa.chain(pa.clip_by_global_norm(4.0), pa.sgd(2.0**-3, momentum=0.5))
-        step = pa.make_step(everything(kind, cut), optimizer, **knobs)
+        step = pa.make_step(everything(kind, cut), optimizer, **options)
         results.append(once(step, params, batch, buffers=buffers, seed=seed))
     assert_trees_bitwise_equal(*results)
     new, info = results[1]
@@ -374,8 +374,8 @@ def test_a_sum_over_many_tokens_fits_into_half_precision(engine, size):
         return cut(last, reduce="sum")(p, b, s)
 
     scale, policy = pa.static_loss_scale(2.0**10), pa.Policy(compute=torch.float16)
-    knobs = {"loss_scale": scale, "policy": policy, "engine": engine}
-    step = pa.make_step(partial(loss, cut=pieces(size)), pa.sgd(1.0), **knobs)
+    options = {"loss_scale": scale, "policy": policy, "engine": engine}
+    step = pa.make_step(partial(loss, cut=pieces(size)), pa.sgd(1.0), **options)
     new, info = once(step, params, batch)
     assert info.applied
     want = torch.func.grad(lambda p: (t := loss(p, batch, whole)).total / t.weight)(params)

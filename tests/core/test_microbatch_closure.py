@@ -183,8 +183,8 @@ def coupled(micro, form, cut):
     return of
 
 
-def cut_in(func, size, **knobs):
-    return pa.microbatch(func, microbatch_size=size, **knobs)
+def cut_in(func, size, **options):
+    return pa.microbatch(func, microbatch_size=size, **options)
 
 
 def uncut(func, _size, **_):

@@ -302,8 +302,8 @@ def check(run, by_hand, seed):
     assert_trees_bitwise_equal(drawing(run, seed), drawing(by_hand, seed))
 
 
-def gradient(x, size, loss=squares, **knobs):
-    return lambda: pa.grad(loss, microbatch_size=size, reduction="sum", **knobs)(W, x)
+def gradient(x, size, loss=squares, **options):
+    return lambda: pa.grad(loss, microbatch_size=size, reduction="sum", **options)(W, x)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

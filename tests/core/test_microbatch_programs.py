@@ -31,9 +31,9 @@ def end(z):
     return (z @ z.T).logsumexp(1).sum()
 
 
-def of_seed(make, *args, **knobs):
+def of_seed(make, *args, **options):
     torch.manual_seed(0)
-    return make(*args, **knobs).double()
+    return make(*args, **options).double()
 
 
 def network():
@@ -295,7 +295,9 @@ def near(got, want, name):
 def test_every_program_is_the_plain_one(name, size):
     by = 2 if name in ("a cut in a cut", "per sample gradients around") else size
     try:
-        got = PROGRAMS[name](lambda func, **knobs: pa.microbatch(func, microbatch_size=by, **knobs))
+        got = PROGRAMS[name](
+            lambda func, **options: pa.microbatch(func, microbatch_size=by, **options)
+        )
     except RuntimeError as error:  # what torch does where Python sees none of it
         unseen = name in ("a scripted module", "a traced module")
         if not unseen or "captured tensor" not in str(error):

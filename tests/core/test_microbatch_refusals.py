@@ -18,11 +18,11 @@ def rows(w, x):
     return x * w
 
 
-def micro(func=rows, size=2, **knobs):
-    return pa.microbatch(func, microbatch_size=size, **knobs)
+def micro(func=rows, size=2, **options):
+    return pa.microbatch(func, microbatch_size=size, **options)
 
 
-KNOBS = {  # what it is made of, the error, and words of it
+OPTIONS = {  # what it is made of, the error, and words of it
     **{
         f"func {name}": ({"func": what}, TypeError, "func is", "expected a function")
         for name, what in {"None": None, "str": "rows", "tensor": W}.items()
@@ -46,11 +46,11 @@ KNOBS = {  # what it is made of, the error, and words of it
 
 
 @pytest.mark.parametrize(
-    ("knobs", "error", "words"), [(*row[:2], row[2:]) for row in KNOBS.values()], ids=KNOBS
+    ("options", "error", "words"), [(*row[:2], row[2:]) for row in OPTIONS.values()], ids=OPTIONS
 )
-def test_a_knob_that_makes_no_sense_is_refused(knobs, error, words):
+def test_a_option_that_makes_no_sense_is_refused(options, error, words):
     with refused(error, *words):
-        micro(**knobs)
+        micro(**options)
 
 
 SIZED = {of.__name__: of for of in (pa.grad, pa.grad_and_value, pa.value)} | {

@@ -42,8 +42,8 @@ def integer_(module):
     return module
 
 
-def summed(module, **knobs):
-    return lambda p, b: (functional_call(module, p, (b["x"],), **knobs) * b["y"]).sum()
+def summed(module, **options):
+    return lambda p, b: (functional_call(module, p, (b["x"],), **options) * b["y"]).sum()
 
 
 @engines

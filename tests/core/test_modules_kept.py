@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
 Tensors = dict[str, Tensor]
 NAMES = ("linear", "lstm", "parametrized", "batch norm", "tied", "nested")
 some_calls = pytest.mark.parametrize(
-    ("name", "knobs"),
+    ("name", "options"),
     [*combinations("grad", "donated stream", nonfinite=("propagate", "skip")), ("value", {})],
 )
 
@@ -55,7 +55,7 @@ def squares(net, by=call):
 @some_calls
 @pytest.mark.parametrize("network", NAMES)
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_call_leaves_the_module_as_it_was(name, knobs, network, fails):
+def test_a_call_leaves_the_module_as_it_was(name, options, network, fails):
     """Also one that fails inside the module, at the second microbatch."""
     net = module(network)
     params, batch = other_params(net), {"x": inputs(6)}
@@ -68,7 +68,7 @@ def test_a_call_leaves_the_module_as_it_was(name, knobs, network, fails):
     if fails:
         net.get_submodule("head" if hasattr(net, "head") else "").register_forward_hook(fail)
     with unchanged(net, params, batch), pytest.raises(BoomError) if fails else nullcontext():
-        CALLS[name].run(squares(net), params, batch, check=False, **knobs)
+        CALLS[name].run(squares(net), params, batch, check=False, **options)
 
 
 @pytest.mark.parametrize("network", NAMES)
@@ -82,11 +82,11 @@ def test_after_a_call_a_module_computes_with_its_own_parameters(network, engine)
 
 
 @some_calls
-def test_the_module_s_own_parameters_can_be_what_is_differentiated(name, knobs):
+def test_the_module_s_own_parameters_can_be_what_is_differentiated(name, options):
     net = module("linear")
     params, batch = dict(net.named_parameters()), {"x": inputs(5)}
     with unchanged(net, params, batch):
-        CALLS[name].run(squares(net, functional_call), params, batch, **knobs)
+        CALLS[name].run(squares(net, functional_call), params, batch, **options)
 
 
 @pytest.mark.parametrize("size", [2, 6])
@@ -94,9 +94,9 @@ def test_captured_buffers_that_would_be_written_raise_and_stay(size):
     """torch.func refuses to write to what it did not clone; so nothing was written."""
     net = module("batch norm")
     params = other_params(net)
-    knobs = {"microbatch_size": size, "check": False}
+    options = {"microbatch_size": size, "check": False}
     with unchanged(net, params), pytest.raises(RuntimeError, match="mutate a captured Tensor"):
-        pa.grad(lambda p, x: functional_call(net, p, x).mean(), **knobs)(params, inputs(6))
+        pa.grad(lambda p, x: functional_call(net, p, x).mean(), **options)(params, inputs(6))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -117,8 +117,8 @@ NAMED = ("linear", "a method", "lstm", "nested")
 
 def gradients(loss, params, x, size=2):
     wrt = tuple(range(len(params)))
-    knobs = {"batch_argnums": len(params), "microbatch_size": size, "check": False}
-    return pa.grad(loss, wrt, engine="autograd", **knobs)(*params, x)
+    options = {"batch_argnums": len(params), "microbatch_size": size, "check": False}
+    return pa.grad(loss, wrt, engine="autograd", **options)(*params, x)
 
 
 def check(loss, nets, params, x, size=2, plain=None):

@@ -74,9 +74,9 @@ def test_sums_are_float32_and_right_beyond_the_parameters_range(
 @given(seed=seeds(), rows=st.integers(100, 200), size=st.integers(1, 16))
 def test_grad_rounds_to_the_parameters_dtype_once(kind, engine, dtype, seed, rows, size):
     batch, w = narrow_batch(seed, rows, dtype), torch.ones(3, dtype=dtype)
-    knobs = {"microbatch_size": size, "reduction": reduction(kind), "engine": engine}
+    options = {"microbatch_size": size, "reduction": reduction(kind), "engine": engine}
     want, by = sums_of(kind, batch)
-    assert_trees_bitwise_equal(pa.grad(linear(kind), **knobs)(w, batch), (want / by).to(dtype))
+    assert_trees_bitwise_equal(pa.grad(linear(kind), **options)(w, batch), (want / by).to(dtype))
 
 
 @narrow
@@ -159,10 +159,10 @@ def test_a_cast_gives_way_to_its_master(word, captured):
 
     def loss(params, batch):
         of, w = (lambda w, x: (w * x).sum() if word == "sum" else w * x), params["w"]
-        knobs = {"microbatch_size": 1, "reduce": word}
+        options = {"microbatch_size": 1, "reduce": word}
         if captured:
-            return pa.microbatch(lambda x: of(w, x), batch_argnums=0, **knobs)(batch).sum()
-        return pa.microbatch(of, **knobs)(w, batch).sum()
+            return pa.microbatch(lambda x: of(w, x), batch_argnums=0, **options)(batch).sum()
+        return pa.microbatch(of, **options)(w, batch).sum()
 
     state, _ = once(in_bfloat16(loss), {"w": torch.zeros(())}, FINE)
     assert state.params["w"] == -(1 + 2**-12)

@@ -48,12 +48,12 @@ def test_any_history_is_the_full_batch_in_float64(
     network, engine, kind, seed, history, size, donate
 ):
     params, batch = params_of(seed, torch.float64), batch_of(seed, torch.float64)
-    loss, knobs = loss_of(network, kind), {"reduction": reduction(kind), "engine": engine}
+    loss, options = loss_of(network, kind), {"reduction": reduction(kind), "engine": engine}
     (want, want_value), rows = one_graph(network, kind, params, batch)
 
-    acc = pa.accumulator(loss, **knobs)
+    acc = pa.accumulator(loss, **options)
     streamed = acc.finalize(history.run(acc, params, batch, donate))
-    cut = pa.grad_and_value(loss, microbatch_size=size, **knobs)(params, batch)
+    cut = pa.grad_and_value(loss, microbatch_size=size, **options)(params, batch)
 
     for grads in (streamed[0], cut[0]):
         for name in params:
@@ -97,8 +97,8 @@ def backward(loss, params, batch):
     derivatives (silu, group_norm), which it takes by formulas that can be differentiated again.
     """
     leaves = {name: leaf(x) for name, x in params.items()}
-    knobs = {"allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(loss(leaves, batch), [*leaves.values()], **knobs)
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(loss(leaves, batch), [*leaves.values()], **options)
     return dict(zip(params, grads, strict=True))
 
 

@@ -241,8 +241,8 @@ def test_sparse_gradients_are_summed_as_dense_ones(
         # of no weight a total of 0, whose gradient is what it is
         return pa.Weighted(out - out.detach() * (weight == 0), weight) if weighted else out
 
-    knobs = {"reduction": "sum", "nonfinite": nonfinite, "engine": engine, "check": False}
-    acc = pa.accumulator(loss, **knobs)
+    options = {"reduction": "sum", "nonfinite": nonfinite, "engine": engine, "check": False}
+    acc = pa.accumulator(loss, **options)
     state, expected = acc.init(params), {k: torch.zeros_like(p) for k, p in params.items()}
     for part in pa.microbatches(batch, size):
         state = acc.update(state, params, part)
@@ -250,7 +250,7 @@ def test_sparse_gradients_are_summed_as_dense_ones(
             grads = torch.func.grad(lambda p, part=part: total(p, part, sparse=False))(params)
             expected = {k: expected[k] + grads[k] for k in params}
     assert_trees_bitwise_equal(state.grads, expected)
-    gradient = pa.grad(loss, microbatch_size=size, **knobs)
+    gradient = pa.grad(loss, microbatch_size=size, **options)
     result = gradient(params, batch)
     assert all(g.layout == torch.strided for g in result.values())
     if weighted and rows > size:

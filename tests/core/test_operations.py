@@ -63,8 +63,8 @@ def rows(loss):
 
 
 def captured(loss):
-    knobs = {"microbatch_size": 2, "reduce": "sum", "batch_argnums": 0}
-    return lambda p: pa.microbatch(lambda rows: loss(p, rows), **knobs)(ROWS) / 2
+    options = {"microbatch_size": 2, "reduce": "sum", "batch_argnums": 0}
+    return lambda p: pa.microbatch(lambda rows: loss(p, rows), **options)(ROWS) / 2
 
 
 def value(loss):
@@ -86,8 +86,8 @@ def by_backward(of):
     return way
 
 
-def gradients(out, leaves, **knobs):
-    found = torch.autograd.grad(out, leaves, allow_unused=True, **knobs)
+def gradients(out, leaves, **options):
+    found = torch.autograd.grad(out, leaves, allow_unused=True, **options)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""A knob with a value that it does not have is refused where it is set, not where it is used."""
+"""An option with a value that it does not have is refused where it is set, not where it is used."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def named(name, argnums):
     return TypeError, what, "an int or a tuple of ints"
 
 
-def options():
+def every_option():
     """Who refuses, what is given, the error, and words of it."""
     for size, error in SIZES:
         yield TRANSFORMS, {"microbatch_size": size}, error, f"microbatch_size is {size!r}", *SIZED
@@ -69,7 +69,7 @@ def cases(table):
     ]
 
 
-@pytest.mark.parametrize(("make", "given", "error", "words"), cases(options()))
+@pytest.mark.parametrize(("make", "given", "error", "words"), cases(every_option()))
 def test_a_value_that_an_option_does_not_have_is_refused(make, given, error, words):
     with refused(error, *words):
         make(squares, **given)
@@ -133,8 +133,8 @@ def fits(w, x):
     return (w * x).square().mean()
 
 
-def step_of(**knobs):
-    return pa.make_step(fits, pa.sgd(0.1), **knobs)
+def step_of(**options):
+    return pa.make_step(fits, pa.sgd(0.1), **options)
 
 
 W, X, KEY = torch.tensor(2.0), torch.arange(6.0), pa.key(0)

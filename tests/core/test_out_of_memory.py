@@ -77,13 +77,13 @@ class Made(NamedTuple):
     """A kind of step, as a function of the microbatch size."""
 
     loss: Any
-    knobs: dict[str, Any]
+    options: dict[str, Any]
     optimizer: Any = pa.adamw(1e-3)
     params: Callable[[], Tensors] = make_params
     buffers: Any = None
 
     def step(self, size):
-        return pa.make_step(self.loss, self.optimizer, microbatch_size=size, **self.knobs)
+        return pa.make_step(self.loss, self.optimizer, microbatch_size=size, **self.options)
 
 
 MADE = {
@@ -128,11 +128,11 @@ def operations(name, size):
     return tries.operations[0]
 
 
-def check(name, *points, **knobs):
+def check(name, *points, **options):
     """A step that runs out of memory at each point, beside one of the size that is left at last."""
     state, batch, made = started(name), make_batch(), MADE[name]
     step = made.step("auto")
-    with unchanged(state, batch, draws=True), shortage(*points, **knobs) as tries:
+    with unchanged(state, batch, draws=True), shortage(*points, **options) as tries:
         found = drawing(lambda: step(state, batch), 1)
     assert len(tries.alive) == len(points) + 1
     assert len(set(tries.alive)) == 1, "what a failed try held is alive in the next"

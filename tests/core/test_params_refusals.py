@@ -165,15 +165,15 @@ STATE = "state is a object; this step expects the TrainState"
 BUFFERS = {"n": torch.ones(1)}
 
 
-def of_a_step(name, loss=squares, buffers=None, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.1), buffers=buffers and "freeze", **knobs)
+def of_a_step(name, loss=squares, buffers=None, **options):
+    step = pa.make_step(loss, pa.sgd(0.1), buffers=buffers and "freeze", **options)
     state = step.init(PARAMS, buffers)
     window = step.begin(state)
     yield name, Case(step, (state, BATCH), STATE)
     yield f"update, {name}", Case(step.update, (state, window, BATCH), STATE)
     yield f"apply, {name}", Case(step.apply, (state, window), STATE)
     yield f"init, {name}", Case(step.init, (PARAMS, buffers, 0), "params is a object")
-    if knobs.get("compile"):
+    if options.get("compile"):
         yield f"form, {name}", Case(step.form, (state, BATCH), STATE)
 
 

@@ -432,9 +432,9 @@ def test_a_shared_tensor_is_a_term_of_every_microbatch(how, captured):
     w, x = data(0)
 
     def summed(w):
-        knobs = {"microbatch_size": 2, "reduce": "sum"}
+        options = {"microbatch_size": 2, "reduce": "sum"}
         if captured:
-            return pa.microbatch(lambda x: w, batch_argnums=0, **knobs)(x)
-        return pa.microbatch(lambda w, x: w, **knobs)(w, x)
+            return pa.microbatch(lambda x: w, batch_argnums=0, **options)(x)
+        return pa.microbatch(lambda w, x: w, **options)(w, x)
 
     assert_trees_bitwise_equal(CALLED[how](summed, w), w * (ROWS // 2))

@@ -91,16 +91,16 @@ def test_a_skipped_microbatch_leaves_no_trace(kind, engine, faulty, parts, donat
 def test_streaming_and_speculating_skip_alike(kind, engine, faulty, size, narrow):
     params, (batch, _) = every_kind_of_leaf(narrow), faulty
     loss = linear_loss(kind)
-    knobs = {"reduction": reduction(kind), "engine": engine, "nonfinite": "skip"}
+    options = {"reduction": reduction(kind), "engine": engine, "nonfinite": "skip"}
     parts = [slice(i, min(i + size, ROWS)) for i in range(0, ROWS, size)]
-    acc = pa.accumulator(loss, **knobs)
+    acc = pa.accumulator(loss, **options)
 
     kept, given_up = (stream(acc, params, batch, parts, donate) for donate in (False, True))
     assert_trees_bitwise_equal(given_up, kept)
 
     grads, value = acc.finalize(kept)
     want = {name: grads[name].to(leaf.dtype) for name, leaf in params.items()}
-    got = pa.grad_and_value(loss, microbatch_size=size, **knobs)(params, batch)
+    got = pa.grad_and_value(loss, microbatch_size=size, **options)(params, batch)
     dtype = loss(params, batch).total.dtype if kind == "weighted" else loss(params, batch).dtype
     assert_trees_bitwise_equal(got, (want, value.to(dtype)))
 

@@ -69,13 +69,13 @@ def test_every_microbatch_size_gives_the_bits_of_the_full_batch(kind, engine, da
     want_value = want_value.float()  # in the dtype of the loss
 
     for size in (None, *range(1, model.rows + 2)):
-        knobs = {"microbatch_size": size, "reduction": how}
-        grads, value = pa.grad_and_value(loss, engine=engine, **knobs)(*args)
-        assert_trees_bitwise_equal(pa.grad(loss, engine=engine, **knobs)(*args), want)
+        options = {"microbatch_size": size, "reduction": how}
+        grads, value = pa.grad_and_value(loss, engine=engine, **options)(*args)
+        assert_trees_bitwise_equal(pa.grad(loss, engine=engine, **options)(*args), want)
         assert_trees_bitwise_equal(grads, want)
         if kind != "mean" or size is None or size & (size - 1) == 0 or size >= model.rows:
             assert_trees_bitwise_equal(value, want_value)
-            assert_trees_bitwise_equal(pa.value(loss, **knobs)(*args), want_value)
+            assert_trees_bitwise_equal(pa.value(loss, **options)(*args), want_value)
 
 
 @examples(1 / 2)

@@ -19,8 +19,8 @@ def work(seed, engine, nonfinite):
     net = make("nested", seed)
     switch([net], on=engine == "autograd")
     params, x = other_params(net, seed), inputs(5, seed)
-    knobs = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 2}
-    return net, lambda: pa.grad(square(net), **knobs)(params, x)
+    options = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 2}
+    return net, lambda: pa.grad(square(net), **options)(params, x)
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])

@@ -114,7 +114,7 @@ def test_more_ranks_than_rows_leave_some_without():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "knobs", "error", "words"),
+    ("lengths", "options", "error", "words"),
     [
         ([3, 9, 2], {}, ValueError, r"lengths\[1\] is 9, and max_tokens=5.*too long"),
         ([3, -1], {}, ValueError, r"lengths\[1\] is -1"),
@@ -129,6 +129,6 @@ def test_more_ranks_than_rows_leave_some_without():
         ([3], {"ranks": "two"}, TypeError, "ranks is 'two'"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(lengths, knobs, error, words):
+def test_what_cannot_be_cut_is_refused(lengths, options, error, words):
     with pytest.raises(error, match=words):
-        pa.cut(lengths, **({"max_tokens": 5} | knobs))
+        pa.cut(lengths, **({"max_tokens": 5} | options))

@@ -226,9 +226,9 @@ def test_create_graph_false_loses_second_order_terms_without_an_error():
     """Why it is left at its default, and pa.grad's second derivative is right."""
     cube = lambda w, x: (w**3 * x).sum()  # noqa: E731
 
-    def gradient(w, **knobs):
+    def gradient(w, **options):
         value, pull = torch.func.vjp(lambda w: cube(w, x), w)
-        return pull(torch.ones_like(value), retain_graph=False, **knobs)[0]
+        return pull(torch.ones_like(value), retain_graph=False, **options)[0]
 
     w, x = torch.tensor(2.0), torch.ones(4)
     assert torch.func.grad(lambda w: gradient(w))(w) == 48

@@ -146,10 +146,10 @@ def test_arguments_of_a_loss_may_have_any_name(size, name):
 
     loss = lambda w, x, **named: (w * x * named[name]).sum()  # noqa: E731
     x, named = torch.arange(4.0), {name: torch.tensor(3.0)}
-    knobs = {"microbatch_size": size, "reduction": "sum"}
+    options = {"microbatch_size": size, "reduction": "sum"}
     for w in (torch.tensor(2.0), torch.tensor(2.0, requires_grad=True)):
-        assert pa.grad(loss, **knobs)(w, x, **named) == 18
-        assert pa.value(loss, **knobs)(w, x, **named) == 36
+        assert pa.grad(loss, **options)(w, x, **named) == 18
+        assert pa.value(loss, **options)(w, x, **named) == 36
 
 
 @pytest.mark.parametrize("size", [None, 2, 8])

@@ -49,9 +49,9 @@ def cut(func, reduce="concat"):
     return pa.microbatch(func, microbatch_size=3, reduce=reduce)
 
 
-def stepping(optimizer, **knobs):
+def stepping(optimizer, **options):
     def two_steps(w, x):
-        step = pa.make_step(loss, optimizer(), microbatch_size=3, **{"reduction": "sum", **knobs})
+        step = pa.make_step(loss, optimizer(), microbatch_size=3, **{"reduction": "sum", **options})
         state = step.init(w)
         for _ in range(2):
             state, info = step(state, x)

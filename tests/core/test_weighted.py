@@ -21,33 +21,33 @@ from tests.refusals import refused
 pytestmark = [pytest.mark.laws, pytest.mark.promise("weights")]
 
 
-def taken(loss, size, params, batch, **knobs):
+def taken(loss, size, params, batch, **options):
     """A step whose next parameters are the gradients."""
     optimizer = SimpleNamespace(init=lambda _: (), apply=lambda grads, state, _: (grads, state))
-    step = pa.make_step(loss, optimizer, microbatch_size=size, **knobs)
+    step = pa.make_step(loss, optimizer, microbatch_size=size, **options)
     state, info = once(step, params, batch)
     return state.params, info.loss
 
 
-def under_vmap(loss, size, params, batch, **knobs):
-    gradient = pa.grad_and_value(loss, microbatch_size=size, **knobs)
+def under_vmap(loss, size, params, batch, **options):
+    gradient = pa.grad_and_value(loss, microbatch_size=size, **options)
     return pa.unstack(torch.func.vmap(gradient, (0, None))(pa.stack([params]), batch))[0]
 
 
-def stream(loss, size, params, batch, **knobs):
-    acc = pa.accumulator(loss, **knobs)
+def stream(loss, size, params, batch, **options):
+    acc = pa.accumulator(loss, **options)
     return acc.finalize(in_parts(acc, params, pa.microbatches(batch, size), donate=True))
 
 
-def merged(loss, size, params, batch, **knobs):
-    acc = pa.accumulator(loss, **knobs)
+def merged(loss, size, params, batch, **options):
+    acc = pa.accumulator(loss, **options)
     states = [in_parts(acc, params, [part]) for part in pa.microbatches(batch, size)]
     return acc.finalize(reduce(lambda a, b: acc.merge(b, a), states, acc.init(params)), donate=True)
 
 
 FORMS = {
-    "cut": lambda f, n, p, b, **knobs: pa.grad_and_value(f, microbatch_size=n, **knobs)(p, b),
-    "uncut": lambda f, _, p, b, **knobs: pa.grad_and_value(f, **knobs)(p, b),
+    "cut": lambda f, n, p, b, **options: pa.grad_and_value(f, microbatch_size=n, **options)(p, b),
+    "uncut": lambda f, _, p, b, **options: pa.grad_and_value(f, **options)(p, b),
     "under vmap": under_vmap,
     "stream": stream,
     "merged": merged,

@@ -105,48 +105,48 @@ def test_each_call_that_asks_is_about_another_microbatch():
 # Where nobody asks -----------------------------------------------------------------------
 
 
-def under_a_mode(loss, **knobs):
+def under_a_mode(loss, **options):
     with Operations():
-        pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))
+        pa.grad(loss, microbatch_size=4, **options)(W, rows(12))
 
 
-def under_forward_ad(loss, **knobs):
+def under_forward_ad(loss, **options):
     with forward_ad.dual_level():
         w = forward_ad.make_dual(W, W)
-        pa.value(loss, microbatch_size=4, **knobs)(w, rows(12))
+        pa.value(loss, microbatch_size=4, **options)(w, rows(12))
 
 
-def in_a_backward_pass(loss, **knobs):
-    gradient = lambda: pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))  # noqa: E731
+def in_a_backward_pass(loss, **options):
+    gradient = lambda: pa.grad(loss, microbatch_size=4, **options)(W, rows(12))  # noqa: E731
     Inner = function(lambda w: w.clone(), lambda g, w: gradient(), old=True)
     Inner.apply(leaf(W)).sum().backward()
 
 
-def reported(loss, **knobs):
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=4, **knobs)
+def reported(loss, **options):
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=4, **options)
     pa.memory_report(step, step.init(W), rows(12))
 
 
-def transformed(transform, of, loss, **knobs):
-    transform(of(loss, microbatch_size=4, **knobs))(W, rows(12))
+def transformed(transform, of, loss, **options):
+    transform(of(loss, microbatch_size=4, **options))(W, rows(12))
 
 
-def mapped(loss, **knobs):
-    grad = pa.grad(loss, microbatch_size=4, **knobs)
+def mapped(loss, **options):
+    grad = pa.grad(loss, microbatch_size=4, **options)
     torch.func.vmap(grad, (0, None))(torch.stack([W, -W]), rows(12))
 
 
-def compiled(loss, **knobs):
+def compiled(loss, **options):
     torch.compiler.reset()
-    run = pa.grad(loss.inner, microbatch_size=4, **knobs)
+    run = pa.grad(loss.inner, microbatch_size=4, **options)
     torch.compile(run, backend="eager")(W, rows(12))
 
 
-def uncut(loss, **knobs):
+def uncut(loss, **options):
     x = rows(12)
     for size in (None, 12, 20):
         for name in ("grad", "value", "step"):
-            RUNS[name](loss, W, x, size=size, **knobs)
+            RUNS[name](loss, W, x, size=size, **options)
 
 
 NOBODY = {

@@ -64,8 +64,8 @@ def test_the_zoo(species, dtype, engine, monkeypatch):
     known = {"reduction", "has_aux", "batch_argnums"}
 
     def run():
-        loss, params, batch, knobs = species.make(dtype, seed=0)
-        own = {name: knobs[name] for name in known & knobs.keys()}
+        loss, params, batch, options = species.make(dtype, seed=0)
+        own = {name: options[name] for name in known & options.keys()}
         grad = pa.grad_and_value(loss, microbatch_size=5, engine=engine, check=False, **own)
         return grad(params, batch), grad(params, batch)
 
@@ -122,7 +122,7 @@ def test_every_pair_of_layers(pair, engine, large, bad, monkeypatch):
         return (mean, {"y": y.sum(1)}) if "aux" in pair else mean
 
     def run():
-        knobs = {name: knob for layer in pair for name, knob in LAYERS[layer].items()}
+        options = {name: option for layer in pair for name, option in LAYERS[layer].items()}
         found = []
         for donate in (False, True):
             step = pa.make_step(
@@ -132,7 +132,7 @@ def test_every_pair_of_layers(pair, engine, large, bad, monkeypatch):
                 engine=engine,
                 donate=donate,
                 check=False,
-                **knobs,
+                **options,
             )
             params = {"w": torch.eye(width) / 4, "v": torch.ones(width), "unused": torch.ones(2)}
             state = step.init(params)

@@ -27,9 +27,9 @@ def stream(p, engine):
     return in_a_window(step, step.init(p), X.split(2))[0].params
 
 
-def cut(size=2, **knobs):
-    knobs |= {"microbatch_size": size, "reduction": "sum"}
-    return lambda p, e: pa.grad(loss, engine=e, **knobs)(p, X)
+def cut(size=2, **options):
+    options |= {"microbatch_size": size, "reduction": "sum"}
+    return lambda p, e: pa.grad(loss, engine=e, **options)(p, X)
 
 
 CALLS = {

@@ -85,8 +85,8 @@ def test_masked_microbatches_of_grad_add_nothing(engine, nonfinite, seed, size):
     by = batch["mask"].sum() or torch.tensor(1.0)
     sums = masked_sums(params, batch)
     want = {part: {k: x / by for k, x in leaves.items()} for part, leaves in sums.items()}
-    knobs = {"microbatch_size": size, "engine": engine, "nonfinite": nonfinite}
-    assert_trees_bitwise_equal(pa.grad(nan_where_masked, **knobs)(params, batch), want)
+    options = {"microbatch_size": size, "engine": engine, "nonfinite": nonfinite}
+    assert_trees_bitwise_equal(pa.grad(nan_where_masked, **options)(params, batch), want)
 
 
 @engines

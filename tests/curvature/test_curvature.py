@@ -70,12 +70,12 @@ class Problem:
         each = self.each(self.forward(params, batch), batch)
         return pa.Weighted(each * batch["mask"], batch["mask"])
 
-    def products(self, **knobs):
-        whole = hvp(lambda p, b: self.loss(self.forward(p, b), b), **knobs)
+    def products(self, **options):
+        whole = hvp(lambda p, b: self.loss(self.forward(p, b), b), **options)
         return {
             "hessian": lambda p, b, v: whole(p, b, v)[1],
-            "gauss-newton": ggnvp(self.forward, self.loss, **knobs),
-            "fisher": fisher_vp(self.losses, **knobs),
+            "gauss-newton": ggnvp(self.forward, self.loss, **options),
+            "fisher": fisher_vp(self.losses, **options),
         }
 
     def matrix(self, kind, params=None):
@@ -185,16 +185,16 @@ def test_a_product_of_several_arguments_and_dtypes(kind):
         return rows(forward(whole(vector), x, scale, y), x, scale, y)
 
     at = parts(params)
-    knobs = {"microbatch_size": 2, "batch_argnums": (1, 3)}
+    options = {"microbatch_size": 2, "batch_argnums": (1, 3)}
     if kind == "hessian":
-        of = hvp(lambda p, *args: loss(forward(p, *args), *args), **knobs)
+        of = hvp(lambda p, *args: loss(forward(p, *args), *args), **options)
         came, matrix = of(params, x, scale, y, v)[1], hessian(lambda a: of_parts(a).mean())(at)
     elif kind == "fisher":
-        of = fisher_vp(lambda p, *args: rows(forward(p, *args), *args), **knobs)
+        of = fisher_vp(lambda p, *args: rows(forward(p, *args), *args), **options)
         came, j = of(params, x, scale, y, v), jacrev(of_parts)(at)
         matrix = j.T @ j / 5
     else:
-        came = ggnvp(forward, loss, **knobs)(params, x, scale, y, v)
+        came = ggnvp(forward, loss, **options)(params, x, scale, y, v)
 
         def outs(vector):
             out = forward(whole(vector), x, scale, y)
@@ -384,14 +384,14 @@ def test_a_solution_is_that_of_the_matrix():
     want = torch.linalg.solve(matrix, problem.flat(problem.v))
     inverse = {n: 1 / d for n, d in unflat(matrix.diag(), problem).items()}
     steps = {}
-    for name, knobs in {
+    for name, options in {
         "plain": {},
         "preconditioned": {"preconditioner": lambda r: {n: x * inverse[n] for n, x in r.items()}},
         "exactly": {
             "preconditioner": lambda r: unflat(torch.linalg.solve(matrix, problem.flat(r)), problem)
         },
     }.items():
-        solver = cg(of, damping=0.1, rtol=1e-10, **knobs)
+        solver = cg(of, damping=0.1, rtol=1e-10, **options)
         state = solver.run(solver.init(problem.v))
         # |x - want| is at most |residual| / the smallest eigenvalue, which damping bounds
         bound = 1e-10 * problem.flat(problem.v).norm() / 0.1

@@ -55,15 +55,15 @@ def losses_of(params, batch, reduction):
     return pa.Weighted(each * batch["mask"], batch["mask"]) if reduction == "weighted" else each
 
 
-def product(kind, reduction, **knobs):
+def product(kind, reduction, **options):
     """A product of ours, of (params, batch, v)."""
-    knobs["reduction"] = "sum" if reduction == "sum" else "mean"
+    options["reduction"] = "sum" if reduction == "sum" else "mean"
     if kind == "hessian":
-        of = hvp(lambda p, b: loss_of(forward(p, b), b, reduction), **knobs)
+        of = hvp(lambda p, b: loss_of(forward(p, b), b, reduction), **options)
         return lambda p, b, v: of(p, b, v)[1]
     if kind == "gauss-newton":
-        return ggnvp(forward, partial(loss_of, reduction=reduction), **knobs)
-    return fisher_vp(partial(losses_of, reduction=reduction), **knobs)
+        return ggnvp(forward, partial(loss_of, reduction=reduction), **options)
+    return fisher_vp(partial(losses_of, reduction=reduction), **options)
 
 
 def by_hand(kind, reduction, params, batch, v):
@@ -139,14 +139,14 @@ def test_gauss_newton_is_the_hessian_where_forward_is_linear(reduction, size, se
 
     batch, params, v = batch_of(8, seed), tree(seed + 2), tree(seed + 4)
     batch["mask"][3] = 2.0
-    knobs = {"microbatch_size": size, "reduction": "sum" if reduction == "sum" else "mean"}
+    options = {"microbatch_size": size, "reduction": "sum" if reduction == "sum" else "mean"}
     if reduction == "mean":
-        knobs["microbatch_size"] = 2
+        options["microbatch_size"] = 2
     loss = partial(loss_of, reduction=reduction)
-    gauss_newton = ggnvp(linear, loss, **knobs)(params, batch, v)
-    grads, hessian = hvp(lambda p, b: loss(linear(p, b), b), **knobs)(params, batch, v)
+    gauss_newton = ggnvp(linear, loss, **options)(params, batch, v)
+    grads, hessian = hvp(lambda p, b: loss(linear(p, b), b), **options)(params, batch, v)
     assert_trees_bitwise_equal(gauss_newton, hessian)
-    of_grad = pa.grad(lambda p, b: loss(linear(p, b), b), **knobs)(params, batch)
+    of_grad = pa.grad(lambda p, b: loss(linear(p, b), b), **options)(params, batch)
     assert_trees_bitwise_equal(grads, of_grad)
 
 
@@ -265,9 +265,9 @@ def test_a_loss_that_reaches_other_ranks(rank, world):
         z = embed(params, x)
         return of_pairs(z, z) + z.sum() * z.sum()
 
-    knobs = {"reduction": "sum", "group": torch.distributed.group.WORLD}
+    options = {"reduction": "sum", "group": torch.distributed.group.WORLD}
     want = jvp(grad(whole), (params,), (v,))
-    assert_trees_bitwise_equal(hvp(loss, **knobs)(params, x[own], v), want)
+    assert_trees_bitwise_equal(hvp(loss, **options)(params, x[own], v), want)
 
     def scores(z, x):
         return of_pairs(z, gather(z)) + psum(z.sum()) * z.sum()
@@ -275,7 +275,7 @@ def test_a_loss_that_reaches_other_ranks(rank, world):
     z, moved = jvp(lambda p: embed(p, x), (params,), (v,))
     bent = jvp(grad(lambda z: of_pairs(z, z) + z.sum() * z.sum()), (z,), (moved,))[1]
     (want,) = torch.func.vjp(lambda p: embed(p, x), params)[1](bent)
-    assert_trees_bitwise_equal(ggnvp(embed, scores, **knobs)(params, x[own], v), want)
+    assert_trees_bitwise_equal(ggnvp(embed, scores, **options)(params, x[own], v), want)
 
 
 @on_ranks(2)

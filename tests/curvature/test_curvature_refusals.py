@@ -34,9 +34,9 @@ def mean(out, batch):
 
 
 MAKERS = {
-    "hvp": lambda **knobs: hvp(squares, **knobs),
-    "ggnvp": lambda **knobs: ggnvp(forward, mean, **knobs),
-    "fisher_vp": lambda **knobs: fisher_vp(rows, **knobs),
+    "hvp": lambda **options: hvp(squares, **options),
+    "ggnvp": lambda **options: ggnvp(forward, mean, **options),
+    "fisher_vp": lambda **options: fisher_vp(rows, **options),
 }
 MAKER = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -103,8 +103,8 @@ def test_streams_that_do_not_end_together():
 def test_a_batch_without_rows_or_weight_has_no_curvature(make):
     """NaN, and no error: nothing looks at a weight."""
     none = {"x": torch.zeros(0, 2)}
-    for knobs in ({}, {"microbatch_size": 2}, {"microbatch_size": 2, "stream": True}):
-        product = make(**knobs)(PARAMS, [none] if "stream" in knobs else none, V)
+    for options in ({}, {"microbatch_size": 2}, {"microbatch_size": 2, "stream": True}):
+        product = make(**options)(PARAMS, [none] if "stream" in options else none, V)
         product = product[1] if isinstance(product, tuple) else product
         assert all(x.isnan().all() for x in product.values())
 
@@ -276,8 +276,8 @@ def test_what_torch_has_no_second_derivative_of():
 def test_conjugate_gradients_that_cannot_be():
     b = torch.tensor([1.0, 2.0])
 
-    def run(product, **knobs):
-        solver = cg(product, **knobs)
+    def run(product, **options):
+        solver = cg(product, **options)
         return solver.run(solver.init(b))
 
     with saying(ArithmeticError, "step 1", "<p, A p> is -5", "not positive definite", "damping"):

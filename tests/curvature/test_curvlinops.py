@@ -41,13 +41,13 @@ def test_products(of, kind, cut):
         return each if each.dim() == 1 else each.sum(1) / 3**0.5
 
     makers = {
-        "Hessian": lambda **knobs: second(
-            pa.curvature.hvp(lambda p, b: criterion(forward(p, b), b[1]), **knobs)
+        "Hessian": lambda **options: second(
+            pa.curvature.hvp(lambda p, b: criterion(forward(p, b), b[1]), **options)
         ),
-        "GGN": lambda **knobs: pa.curvature.ggnvp(
-            forward, lambda out, b: criterion(out, b[1]), **knobs
+        "GGN": lambda **options: pa.curvature.ggnvp(
+            forward, lambda out, b: criterion(out, b[1]), **options
         ),
-        "EF": lambda **knobs: pa.curvature.fisher_vp(losses, **knobs),
+        "EF": lambda **options: pa.curvature.fisher_vp(losses, **options),
     }
     came = makers[of](microbatch_size=cut)(params, batch, v)
     streamed = makers[of](stream=True)(params, batches, v)

@@ -404,14 +404,14 @@ RIGHT = {
 def test_no_false_alarm(name, dtype):
     params, batch, v = problem(dtype)
     params["b"].zero_()
-    knobs = {"microbatch_size": None if "as many rows" in name else 4}
+    sizes = {"microbatch_size": None if "as many rows" in name else 4}
     for make in with_head(RIGHT[name]).values():
-        make(**knobs)(params, batch, v)
+        make(**sizes)(params, batch, v)
 
     def each(params, batch):
         return RIGHT[name](body(params, batch), params["w"], batch["y"]).expand(len(batch["x"]))
 
-    fisher_vp(each, **knobs)(params, batch, v)
+    fisher_vp(each, **sizes)(params, batch, v)
 
 
 def test_what_is_detached_is_a_constant():
@@ -574,9 +574,9 @@ def with_jvp_inside(norm):
     return loss
 
 
-def report(loss, params, batch, **knobs):
+def report(loss, params, batch, **options):
     found = check_accumulation(
-        loss, params, batch, finite_differences=True, raise_on_mismatch=False, splits=1, **knobs
+        loss, params, batch, finite_differences=True, raise_on_mismatch=False, splits=1, **options
     )
     assert found.fits == (not found.diagnoses)
     assert check_accumulation(loss, params, batch, splits=1).fits

@@ -18,15 +18,15 @@ ENGINES = pytest.mark.parametrize("engine", ["func", "autograd"])
 SIZES = pytest.mark.parametrize("size", [1, 3, 11])
 
 
-def stepped(params, batch, size, **knobs):
-    knobs = {"microbatch_size": size, "loss_scale": pa.dynamic_loss_scale(8.0), **knobs}
-    step = pa.make_step(exact, pa.sgd(2.0**-3, momentum=0.5), **knobs)
+def stepped(params, batch, size, **options):
+    options = {"microbatch_size": size, "loss_scale": pa.dynamic_loss_scale(8.0), **options}
+    step = pa.make_step(exact, pa.sgd(2.0**-3, momentum=0.5), **options)
     state, info = step(step.init(params), batch)
     return state.params, state.opt_state, info.loss, info.grad_norm
 
 
-def streamed(params, batch, size, **knobs):
-    step = pa.make_step(exact, pa.sgd(2.0**-3), **knobs)
+def streamed(params, batch, size, **options):
+    step = pa.make_step(exact, pa.sgd(2.0**-3), **options)
     state = step.init(params)
     window = step.begin(state)
     for part in pa.microbatches(batch, size):
@@ -34,31 +34,31 @@ def streamed(params, batch, size, **knobs):
     return step.apply(state, window)[0].params
 
 
-def merged(params, batch, size, **knobs):
-    acc = pa.accumulator(exact, **knobs)
+def merged(params, batch, size, **options):
+    acc = pa.accumulator(exact, **options)
     states = [acc.update(acc.init(params), params, p) for p in pa.microbatches(batch, size)]
     while len(states) > 1:
         states = [acc.merge(*states[:2]), *states[2:]]
     return acc.finalize(states[0])
 
 
-def paired(params, batch, size, **knobs):
-    return pa.grad_and_value(lambda p, b: exact_pairs(p, b, size), **knobs)(params, batch)
+def paired(params, batch, size, **options):
+    return pa.grad_and_value(lambda p, b: exact_pairs(p, b, size), **options)(params, batch)
 
 
-def sampled(params, batch, size, **knobs):
-    engine = {"func": "vmap", "autograd": "autograd"}[knobs["engine"]]
+def sampled(params, batch, size, **options):
+    engine = {"func": "vmap", "autograd": "autograd"}[options["engine"]]
     return pa.per_sample_grad(errors, chunk_size=size, reduce="sum", engine=engine)(params, batch)
 
 
 FORMS = {
-    "grad": lambda p, b, size, **knobs: pa.grad_and_value(exact, microbatch_size=size, **knobs)(
+    "grad": lambda p, b, size, **options: pa.grad_and_value(exact, microbatch_size=size, **options)(
         p, b
     ),
     "step": stepped,
     "stream": streamed,
-    "skip": lambda *args, **knobs: stepped(*args, **knobs, nonfinite="skip"),
-    "donated": lambda *args, **knobs: stepped(*args, **knobs, donate=True),
+    "skip": lambda *args, **options: stepped(*args, **options, nonfinite="skip"),
+    "donated": lambda *args, **options: stepped(*args, **options, donate=True),
     "merged": merged,
     "pairs": paired,
     "samples": sampled,

@@ -46,14 +46,14 @@ WAITS = {}
 # Steps ------------------------------------------------------------------------------------------
 
 
-def of_step(loss, optimizer, **knobs):
-    step = pa.make_step(loss, optimizer(), **{"microbatch_size": SIZE, **knobs})
-    given_up = int(knobs.get("donate", False))
+def of_step(loss, optimizer, **options):
+    step = pa.make_step(loss, optimizer(), **{"microbatch_size": SIZE, **options})
+    given_up = int(options.get("donate", False))
     return Case(step, lambda: (step.init(make_params()), make_batch()), given_up)
 
 
-def of_stream(donate, **knobs):
-    step = pa.make_step(mean, pa.adamw(1e-3), donate=donate, **knobs)
+def of_stream(donate, **options):
+    step = pa.make_step(mean, pa.adamw(1e-3), donate=donate, **options)
 
     def stream(state, batch):
         window = step.begin(state)
@@ -99,11 +99,11 @@ for name, donate in product(("adamw", "clipped"), DONATE):
         of_step, weighted, OPTIMIZERS[name], donate=donate, engine="autograd", **HALF
     )
 for nonfinite, engine, donate in product(("propagate", "skip"), ENGINES, DONATE):
-    knobs = {"nonfinite": nonfinite, "engine": engine, "donate": donate}
+    options = {"nonfinite": nonfinite, "engine": engine, "donate": donate}
     CASES[f"step, {nonfinite}, {engine}, {donate=}"] = partial(
-        of_step, mean, OPTIMIZERS["adamw"], **knobs
+        of_step, mean, OPTIMIZERS["adamw"], **options
     )
-    CASES[f"stream, {nonfinite}, {engine}, {donate=}"] = partial(of_stream, **knobs)
+    CASES[f"stream, {nonfinite}, {engine}, {donate=}"] = partial(of_stream, **options)
 
 
 def of_apply(optimizer):
@@ -144,8 +144,10 @@ FORMS = {
     "auto in a budget": (mean, {"microbatch_size": "auto", "memory_budget": 10**8}),
 }
 for name, engine in product(FORMS, ENGINES):
-    loss, knobs = FORMS[name]
-    CASES[f"{name}, {engine}"] = partial(of_step, loss, OPTIMIZERS["adamw"], engine=engine, **knobs)
+    loss, options = FORMS[name]
+    CASES[f"{name}, {engine}"] = partial(
+        of_step, loss, OPTIMIZERS["adamw"], engine=engine, **options
+    )
 
 AUX = {
     "concat": lambda batch: batch["x"],
@@ -171,8 +173,8 @@ def of_buffers(how, engine):
         out, new = fn.apply(params, buffers, batch["x"])
         return (out - batch["y"]).square().mean(), new
 
-    knobs = {"buffers": how, "microbatch_size": 6, "engine": engine, "check": False}
-    step = pa.make_step(loss, pa.sgd(0.1), **knobs)
+    options = {"buffers": how, "microbatch_size": 6, "engine": engine, "check": False}
+    step = pa.make_step(loss, pa.sgd(0.1), **options)
 
     def given():
         batch = make_batch()
@@ -264,9 +266,9 @@ def hessian_product(params, batch):
     return torch.func.jvp(lambda p: gradient(p, batch), (params,), (make_params(),))[1]
 
 
-def coupled(params, batch, **knobs):
+def coupled(params, batch, **options):
     """All pairs of rows, plain code over microbatches."""
-    z = pa.microbatch(call, microbatch_size=SIZE, **knobs)(params, batch["x"])
+    z = pa.microbatch(call, microbatch_size=SIZE, **options)(params, batch["x"])
     centre = pa.microbatch(
         lambda z: pa.Weighted(z.sum(), len(z)), microbatch_size=SIZE, batch_argnums=0, reduce="sum"
     )(z)
@@ -274,8 +276,8 @@ def coupled(params, batch, **knobs):
 
 
 def reduced(params, batch, word):
-    knobs = {"microbatch_size": SIZE, "reduce": word}
-    return pa.microbatch(lambda p, b: call(p, b["x"]).mean(0), **knobs)(params, batch).sum()
+    options = {"microbatch_size": SIZE, "reduce": word}
+    return pa.microbatch(lambda p, b: call(p, b["x"]).mean(0), **options)(params, batch).sum()
 
 
 def joined(params, batch):
@@ -367,9 +369,9 @@ SAMPLES = (
     {"reduce": "mean", "transform": "normalize"},
     {"metrics": "norm"},
 )
-for knobs, engine in product(SAMPLES, ("vmap", "autograd")):
-    CASES[f"per sample, {knobs}, {engine}"] = partial(
-        Case, pa.per_sample_grad(one, chunk_size=SIZE, engine=engine, **knobs), given
+for options, engine in product(SAMPLES, ("vmap", "autograd")):
+    CASES[f"per sample, {options}, {engine}"] = partial(
+        Case, pa.per_sample_grad(one, chunk_size=SIZE, engine=engine, **options), given
     )
 for engine in ENGINES:
     CASES[f"remat, {engine}"] = partial(

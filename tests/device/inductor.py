@@ -138,7 +138,7 @@ def of_the_device():
         if isinstance(found, type):
             timed = ("benchmark", "benchmark_gpu", "benchmark_many_gpu")
             patches.append((found, {name: always(1.0) for name in timed if name in vars(found)}))
-    knobs = {
+    options = {
         "compile_threads": 1,
         "fx_graph_cache": False,
         "shape_padding": False,
@@ -151,6 +151,6 @@ def of_the_device():
         for where, names in patches:
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(where, name, value, create=True))
-        stack.enter_context(config.patch(knobs))
+        stack.enter_context(config.patch(options))
         triton.runtime.driver.set_active(Driver())
         yield seen

@@ -165,8 +165,8 @@ def of_ours(task, half, count, fused, donate, engine="func", weighted=False, str
         policy, scale = pa.Policy(autocast=torch.float16), pa.dynamic_loss_scale(8.0)
         scaled = {"policy": policy, "loss_scale": scale}
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(1e-3, fused=fused))
-    knobs = {"microbatch_size": ROWS, "engine": engine, "donate": donate, **scaled}
-    step = pa.make_step(loss, optimizer, check=False, **knobs)  # asked, it launches more
+    options = {"microbatch_size": ROWS, "engine": engine, "donate": donate, **scaled}
+    step = pa.make_step(loss, optimizer, check=False, **options)  # asked, it launches more
     batch = task.batch(ROWS * count)
     state = step.init(dict(task.net.named_parameters()))
 

@@ -27,8 +27,8 @@ def test_rows_kept_on_the_host_have_the_bits_of_those_on_the_device(gradient):
 
 def test_rows_that_come_back_to_the_host_may_be_read_there():
     params, batch = (moved(tree, "cuda") for tree in whole_numbers())
-    knobs = {"microbatch_size": 3, "keep": "host"}
-    got = pa.microbatch(lambda p, b: b["x"] @ p["w"], **knobs)(params, batch)
+    options = {"microbatch_size": 3, "keep": "host"}
+    got = pa.microbatch(lambda p, b: b["x"] @ p["w"], **options)(params, batch)
     assert not got.is_cuda
     assert torch.equal(got + 0, (batch["x"] @ params["w"]).cpu())
 

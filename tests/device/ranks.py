@@ -25,10 +25,10 @@ def group():
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_ranks_look_at_steps_that_are_powers_of_two(engine, donate, group):
     params, batch = (moved(tree, "cuda") for tree in whole_numbers())
-    knobs = {"microbatch_size": 3, "engine": engine, "loss_scale": pa.dynamic_loss_scale(8.0)}
-    knobs["check"] = False  # or it waits where a loss is asked
-    step = pa.make_step(exact, pa.sgd(2.0**-3), group=group, donate=donate, **knobs)
-    alone = pa.make_step(exact, pa.sgd(2.0**-3), **knobs)
+    options = {"microbatch_size": 3, "engine": engine, "loss_scale": pa.dynamic_loss_scale(8.0)}
+    options["check"] = False  # or it waits where a loss is asked
+    step = pa.make_step(exact, pa.sgd(2.0**-3), group=group, donate=donate, **options)
+    alone = pa.make_step(exact, pa.sgd(2.0**-3), **options)
     state, other = step.init(params), alone.init(params)
     for number in range(1, 8):
         other, _ = alone(other, batch)

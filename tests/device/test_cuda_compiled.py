@@ -42,7 +42,7 @@ def make_batch(rows, seed, dtype):
     }
 
 
-def make(compile, dtype, **knobs):
+def make(compile, dtype, **options):
     return pa.make_step(
         loss,
         pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(1e-2)),
@@ -51,7 +51,7 @@ def make(compile, dtype, **knobs):
         nonfinite="skip",
         loss_scale=pa.dynamic_loss_scale(8.0),
         compile=compile,
-        **knobs,
+        **options,
     )
 
 

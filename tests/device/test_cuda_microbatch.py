@@ -21,11 +21,11 @@ def exact(size, keep):
     """Whole numbers all the way: rows, a sum that others read, and the whole batch at once."""
 
     def loss(p, b):
-        knobs = {"microbatch_size": size, "keep": keep}
-        h = pa.microbatch(lambda p, b: (b["x"] @ p["a"]).relu(), **knobs)(p, b)
+        options = {"microbatch_size": size, "keep": keep}
+        h = pa.microbatch(lambda p, b: (b["x"] @ p["a"]).relu(), **options)(p, b)
         # with p, since rows of the host alone would be added up there
-        s = pa.microbatch(lambda p, h: h.sum(0), reduce="sum", **knobs)(p, h)
-        h = pa.microbatch(lambda p, h, s: (h + s) @ p["b"], **knobs)(p, h, s)
+        s = pa.microbatch(lambda p, h: h.sum(0), reduce="sum", **options)(p, h)
+        h = pa.microbatch(lambda p, h, s: (h + s) @ p["b"], **options)(p, h, s)
         return ((h.to(b["y"].device) - b["y"].flip(0)) ** 2).sum()
 
     return loss
@@ -63,10 +63,10 @@ def test_a_microbatched_function_does_not_wait_for_the_device(keep):
     fn, x = pa.functional(net), torch.randn(64, 5, device="cuda")
 
     def loss(p, x):
-        knobs = {"microbatch_size": 16, "keep": keep}
-        z = pa.microbatch(lambda p, x: fn.apply(p, (), x)[0], **knobs)(p, x)
+        options = {"microbatch_size": 16, "keep": keep}
+        z = pa.microbatch(lambda p, x: fn.apply(p, (), x)[0], **options)(p, x)
         mean = pa.microbatch(
-            lambda p, z: pa.Weighted((z**2).sum(), (z > 0).sum()), reduce="sum", **knobs
+            lambda p, z: pa.Weighted((z**2).sum(), (z > 0).sum()), reduce="sum", **options
         )(p, z)
         return mean + z.mean(0).square().sum()
 
@@ -96,11 +96,11 @@ def test_rows_kept_on_the_host_take_no_memory_of_the_device():
     for keep in ("device", "host"):
 
         def loss(w, x, keep=keep):
-            knobs = {"microbatch_size": 8, "keep": keep}
+            options = {"microbatch_size": 8, "keep": keep}
             for i in range(4):
-                x = pa.microbatch(lambda w, x, i=i: torch.tanh(w[i] * x), **knobs)(w, x)
+                x = pa.microbatch(lambda w, x, i=i: torch.tanh(w[i] * x), **options)(w, x)
             return pa.microbatch(
-                lambda x: x.square().sum(), batch_argnums=0, reduce="sum", **knobs
+                lambda x: x.square().sum(), batch_argnums=0, reduce="sum", **options
             )(x)
 
         pa.grad(loss)(weights, x)

@@ -24,11 +24,13 @@ def shares_a_batch(donate, compile, rank, world):
     def loss(w, x):
         return ((x @ w["w"] + w["b"]).relu()).sum(1).mean()
 
-    knobs = {"microbatch_size": 2, "loss_scale": pa.dynamic_loss_scale(8.0)}
-    alone = pa.make_step(loss, pa.sgd(2.0**-4), **knobs)
+    options = {"microbatch_size": 2, "loss_scale": pa.dynamic_loss_scale(8.0)}
+    alone = pa.make_step(loss, pa.sgd(2.0**-4), **options)
     want, seen = alone(alone.init(w), x)
     group = dist.group.WORLD
-    step = pa.make_step(loss, pa.sgd(2.0**-4), group=group, donate=donate, compile=compile, **knobs)
+    step = pa.make_step(
+        loss, pa.sgd(2.0**-4), group=group, donate=donate, compile=compile, **options
+    )
     new, info = step(step.init(w), distributed.shard_batch(x, rank, world))
     assert_trees_bitwise_equal(new, want)
     assert_trees_bitwise_equal(info.grad_norm, seen.grad_norm)
@@ -46,8 +48,8 @@ def disagrees(rank, world):
     """Where no rank looks the step is not applied; where all look they raise."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    knobs = {"loss_scale": pa.dynamic_loss_scale(8.0), "group": dist.group.WORLD}
-    step = pa.make_step(lambda w, x: (w * x).mean(), pa.sgd(0.5), **knobs)
+    options = {"loss_scale": pa.dynamic_loss_scale(8.0), "group": dist.group.WORLD}
+    step = pa.make_step(lambda w, x: (w * x).mean(), pa.sgd(0.5), **options)
     state = step.init(torch.ones(4, device=device))
     x = torch.ones(2, 4, device=device)
     for _ in range(2):

@@ -37,8 +37,8 @@ def test_samples_on_cuda_have_the_bits_of_the_cpu(reduce, engine):
 def test_samples_do_not_wait_for_the_device():
     params, batch = (moved(tree, "cuda") for tree in problem())
     acc = pa.per_sample_accumulator(loss, chunk_size=4, transform="normalize", squares=True)
-    knobs = {"microbatch_size": 4, "noise": True, "check": False}
-    step = pa.make_step(lambda p, b: loss(p, b) / 11, pa.sgd(0.1), **knobs)
+    options = {"microbatch_size": 4, "noise": True, "check": False}
+    step = pa.make_step(lambda p, b: loss(p, b) / 11, pa.sgd(0.1), **options)
     running, key = pa.running_noise_scale(), pa.key(0, "cuda")
     first, averages = step.init(params), running.init(params)
 

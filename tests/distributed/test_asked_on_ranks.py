@@ -39,9 +39,9 @@ def standardised(w, batch):
     return (((batch["x"] - total / count) @ w) ** 2).mean()
 
 
-def making(loss, **knobs):
+def making(loss, **options):
     coupling._answers.clear()  # cases are one loss
-    step = pa.make_step(loss, pa.sgd(0.1), group=dist.group.WORLD, **knobs)
+    step = pa.make_step(loss, pa.sgd(0.1), group=dist.group.WORLD, **options)
     return step, step.init(W)
 
 
@@ -60,9 +60,9 @@ def own(mine):
     return mine[dist.get_rank()]
 
 
-def refused_on_all(counts, **knobs):
+def refused_on_all(counts, **options):
     """By its own rows where a rank has some to cut, and by the word of the other elsewhere."""
-    step, state = making(masked, microbatch_size=SIZE, **knobs)
+    step, state = making(masked, microbatch_size=SIZE, **options)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"does not add up|rank") as caught:
             step(state, rows(own(counts), bad=True))
@@ -72,10 +72,10 @@ def refused_on_all(counts, **knobs):
     agree_again()
 
 
-def refused_by_one(**knobs):
+def refused_by_one(**options):
     """The rows of the last rank alone show it."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    step, state = making(masked, microbatch_size=SIZE, **knobs)
+    step, state = making(masked, microbatch_size=SIZE, **options)
     for _ in range(2):
         with pytest.raises(CoupledLossError if last else ValueError) as caught:
             step(state, rows(12, bad=last))
@@ -98,11 +98,11 @@ def refused_in_a_stream():
     agree_again()
 
 
-def fits_on_all(counts, **knobs):
+def fits_on_all(counts, **options):
     """And the bits are those of ranks that nobody asks."""
     states = []
     for check in (True, False):
-        step, state = making(fits, microbatch_size=SIZE, check=check, **knobs)
+        step, state = making(fits, microbatch_size=SIZE, check=check, **options)
         for _ in range(9):
             state, _ = step(state, rows(own(counts)))
         states.append(state.params)

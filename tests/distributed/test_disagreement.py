@@ -62,11 +62,11 @@ def refused(call, said, *kept):
 
 # What steps are made of ------------------------------------------------------------------
 
-Knobs = dict[str, Any]
+Options = dict[str, Any]
 
 
-def adamw(**knobs):
-    return {"optimizer": pa.adamw(0.1, **knobs)}
+def adamw(**options):
+    return {"optimizer": pa.adamw(0.1, **options)}
 
 
 def on_these(last):
@@ -438,8 +438,8 @@ def other_microbatches_later():
         (coupled, 8, "skip"),
         (inside, None, "skip"),
     ):
-        knobs = {"microbatch_size": size, "nonfinite": nonfinite}
-        step = pa.make_step(loss_fn, pa.sgd(0.0), group=dist.group.WORLD, **knobs)
+        options = {"microbatch_size": size, "nonfinite": nonfinite}
+        step = pa.make_step(loss_fn, pa.sgd(0.0), group=dist.group.WORLD, **options)
         state = step.init(torch.ones(2))
         for rows in (8, 8, 3):
             step(state, torch.ones(rows, 2))

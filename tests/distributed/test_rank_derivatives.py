@@ -101,7 +101,7 @@ def cut(program, rows):
     return [min(size, rows - i) for i in range(0, rows, size)]
 
 
-def step_of(program, captured, **knobs):
+def step_of(program, captured, **options):
     fn = pa.functional(NORM.train(program.train))
 
     def loss(params, batch, *shared, **named):
@@ -135,7 +135,7 @@ def step_of(program, captured, **knobs):
         noise=program.noise,
         buffers=program.buffers,
         engine=program.engine,
-        **knobs,
+        **options,
     )
 
 

@@ -108,12 +108,12 @@ def test_a_step_of_all_ranks_is_that_of_one(
         "adamw": pa.adamw(0.5),
         "clipped": pa.chain(pa.clip_by_global_norm(2.0), pa.sgd(0.25, momentum=0.5)),
     }[optimizer]
-    knobs = {
+    options = {
         "reduction": reduction(kind),
         "loss_scale": scale and pa.dynamic_loss_scale(scale, min_scale=2.0**-20),
         "engine": engine,
     }
-    alone = pa.make_step(model.loss(kind), optimizer, **knobs)
+    alone = pa.make_step(model.loss(kind), optimizer, **options)
     want, seen = alone.apply(
         alone.init(model.params),
         alone.update(
@@ -123,7 +123,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
         ),
     )
     shares = shared_out(data, model.batch, model.rows, world)
-    knobs |= {"group": dist.group.WORLD, "donate": donate}
+    options |= {"group": dist.group.WORLD, "donate": donate}
 
     def check(new, info, microbatches):
         assert_trees_bitwise_equal(new, want)
@@ -131,7 +131,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
         assert info.microbatches == microbatches
         in_every_rank((new, info))
 
-    step = pa.make_step(model.loss(kind), optimizer, **knobs)
+    step = pa.make_step(model.loss(kind), optimizer, **options)
     state = step.init(model.params)
     window = step.begin(state)
     for part in shares[rank]:
@@ -140,7 +140,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
 
     sizes = [data.draw(st.none() | st.integers(1, model.rows + 1)) for _ in shares]
     batches = [whole(share, model.batch) for share in shares]
-    step = pa.make_step(model.loss(kind), optimizer, microbatch_size=sizes[rank], **knobs)
+    step = pa.make_step(model.loss(kind), optimizer, microbatch_size=sizes[rank], **options)
     rows = [len(batch["y"]) for batch in batches]
     count = sum(-(-n // (size or n or 1)) for n, size in zip(rows, sizes, strict=True))
     check(*step(step.init(model.params), batches[rank]), count)
@@ -159,8 +159,8 @@ def test_what_one_rank_sees_all_ranks_act_on(rank, world, data, bad, policy):
     rows = data.draw(st.integers(2, 8))
     x = torch.randint(-3, 4, (rows, 2), generator=generator(rows)).float()
     x[data.draw(st.integers(0, rows - 1))] = bad
-    knobs = {"nonfinite": policy, "loss_scale": pa.dynamic_loss_scale(8.0), "reduction": "sum"}
-    alone = pa.make_step(lambda w, x: (w * x).sum(), pa.sgd(0.5), **knobs)
+    options = {"nonfinite": policy, "loss_scale": pa.dynamic_loss_scale(8.0), "reduction": "sum"}
+    alone = pa.make_step(lambda w, x: (w * x).sum(), pa.sgd(0.5), **options)
     shares = shared_out(data, x, rows, world)
     state = alone.init(w)
     window = alone.begin(state)
@@ -169,7 +169,7 @@ def test_what_one_rank_sees_all_ranks_act_on(rank, world, data, bad, policy):
             window = alone.update(state, window, part)
     want = alone.apply(state, window)
 
-    step = pa.make_step(lambda w, x: (w * x).sum(), pa.sgd(0.5), group=dist.group.WORLD, **knobs)
+    step = pa.make_step(lambda w, x: (w * x).sum(), pa.sgd(0.5), group=dist.group.WORLD, **options)
     window = step.begin(state)
     for part in shares[rank]:
         window = step.update(state, window, part)
@@ -226,12 +226,12 @@ def test_batch_norm_pools_over_ranks(rank, world, data, size):
     x = torch.randint(-8, 9, (world, rows, 3), generator=generator(rows)).double()
     empty = data.draw(st.booleans())  # the last half of the ranks have none
     given_rows = x[: world // 2] if empty else x
-    knobs = {"buffers": "pooled", "microbatch_size": rows, "check": False}
-    alone = pa.make_step(loss, pa.sgd(0.5), **knobs)
+    options = {"buffers": "pooled", "microbatch_size": rows, "check": False}
+    alone = pa.make_step(loss, pa.sgd(0.5), **options)
     w = torch.ones(3, dtype=torch.float64)
     want, _ = alone(alone.init(w, fn.buffers), given_rows.flatten(0, 1))
 
-    step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD, **knobs)
+    step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD, **options)
     mine = given_rows[rank] if rank < len(given_rows) else x[0, :0]
     new, _ = step(step.init(w, fn.buffers), mine)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
@@ -315,12 +315,12 @@ def test_a_compiled_step_of_all_ranks_is_that_of_one(rank, world, data, size, do
     def loss(w, x, keys):
         return (w * pa.dropout(x, 0.5, keys)).sum(1).mean(), x[:, 0]
 
-    knobs = {"keys": True, "has_aux": True, "loss_scale": pa.dynamic_loss_scale(8.0)}
-    alone = pa.make_step(loss, pa.sgd(0.25), microbatch_size=1, **knobs)
+    options = {"keys": True, "has_aux": True, "loss_scale": pa.dynamic_loss_scale(8.0)}
+    alone = pa.make_step(loss, pa.sgd(0.25), microbatch_size=1, **options)
     want, seen = alone(alone.init(torch.ones(4)), x)
 
-    knobs |= {"group": dist.group.WORLD, "compile": {"backend": "eager"}, "donate": donate}
-    step = pa.make_step(loss, pa.sgd(0.25), microbatch_size=size, **knobs)
+    options |= {"group": dist.group.WORLD, "compile": {"backend": "eager"}, "donate": donate}
+    step = pa.make_step(loss, pa.sgd(0.25), microbatch_size=size, **options)
     shares = shared_out(data, x, rows, world) if data else [[part] for part in x.split(4)]
     mine = whole(shares[rank], x)
     state = step.init(torch.ones(4))
@@ -354,8 +354,8 @@ def test_each_rank_finds_its_own_size(rank, world, data, budgets):
     alone = pa.make_step(loss, pa.sgd(0.25), keys=True, microbatch_size=1)
     want, _ = alone(alone.init(torch.ones(64)), x)
     shares = shared_out(data, x, rows, world) if data else [[part] for part in x.split(8)]
-    knobs = {"microbatch_size": "auto", "memory_budget": budgets[rank], "keys": True}
-    step = pa.make_step(loss, pa.sgd(0.25), group=dist.group.WORLD, **knobs)
+    options = {"microbatch_size": "auto", "memory_budget": budgets[rank], "keys": True}
+    step = pa.make_step(loss, pa.sgd(0.25), group=dist.group.WORLD, **options)
     new, info = step(step.init(torch.ones(64)), whole(shares[rank], x))
     assert_trees_bitwise_equal(new, want)
     assert data or info.microbatches == 4 + 1

@@ -38,7 +38,7 @@ def normal(w, x, buffers):
     return (w * x).sum(), new
 
 
-KNOBS = {
+OPTIONS = {
     "plain": (plain, {}),
     "scaled": (plain, {"loss_scale": pa.dynamic_loss_scale(8.0)}),
     "keys": (dropped, {"keys": True}),
@@ -50,14 +50,14 @@ KNOBS = {
 
 
 def begun(kind):
-    loss, knobs = KNOBS[kind]
-    step = pa.make_step(loss, pa.sgd(0.5), **knobs)
-    return step, step.init(W, FN.buffers if "buffers" in knobs else None)
+    loss, options = OPTIONS[kind]
+    step = pa.make_step(loss, pa.sgd(0.5), **options)
+    return step, step.init(W, FN.buffers if "buffers" in options else None)
 
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(it, marks=pytest.mark.slow if it == "compiled" else ()) for it in KNOBS],
+    [pytest.param(it, marks=pytest.mark.slow if it == "compiled" else ()) for it in OPTIONS],
 )
 @given(data=st.data())
 def test_a_window_of_two_is_the_window_of_all(kind, data):
@@ -82,7 +82,7 @@ def test_a_window_of_two_is_the_window_of_all(kind, data):
     assert step.apply(state, came)[1].applied
 
 
-@pytest.mark.parametrize("kind", KNOBS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_merging_changes_nothing_and_shares_no_memory(kind):
     step, state = begun(kind)
     a, b = (step.update(state, step.begin(state), rows(4, i)) for i in range(2))

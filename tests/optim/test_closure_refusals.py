@@ -26,7 +26,7 @@ def of_batch(params):
 
 def settings():
     """What is called, and what the error has to say."""
-    for error, words, knobs in (
+    for error, words, options in (
         (ValueError, "lr is -0.1", {"lr": -0.1}),
         (TypeError, "lr is 'fast', a str", {"lr": "fast"}),
         (ValueError, "max_iter is 0; expected an int of", {"max_iter": 0}),
@@ -41,7 +41,7 @@ def settings():
             {"line_search_fn": "armijo"},
         ),
     ):
-        yield partial(pa.lbfgs, **knobs), error, (words,)
+        yield partial(pa.lbfgs, **options), error, (words,)
     yield partial(pa.sam, pa.sgd(), rho=-1), ValueError, ("rho is -1.0",)
     yield partial(pa.sam, pa.sgd(), rho=None), TypeError, ("rho is None, a NoneType",)
     yield partial(pa.sam, torch.optim.SGD), TypeError, ("expected pureaccum's sgd",)

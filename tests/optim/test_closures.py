@@ -258,10 +258,10 @@ def test_sam_is_a_step_by_the_gradient_uphill(kind):
         "sgd": (pa.sgd, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
         "adamw": (pa.adamw, torch.optim.AdamW, {"lr": 0.01}),
     }
-    ours, theirs, knobs = make[kind]
-    start, opt = make_params(), pa.sam(ours(**knobs), rho=0.3)
+    ours, theirs, options = make[kind]
+    start, opt = make_params(), pa.sam(ours(**options), rho=0.3)
     beside = {n: x.clone().requires_grad_() for n, x in start.items()}
-    optimizer, params, state = theirs(beside.values(), **knobs), start, opt.init(start)
+    optimizer, params, state = theirs(beside.values(), **options), start, opt.init(start)
     for _ in range(5):
         now = {n: x.detach() for n, x in beside.items()}
         grads = torch.func.grad(loss)(uphill(now, 0.3), BATCH)

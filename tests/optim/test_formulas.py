@@ -139,10 +139,10 @@ def begin(opt, dtype, steps, random):
     return x, state._replace(steps=torch.tensor(steps), **fields)
 
 
-def one_member(opt, *args, **knobs):
+def one_member(opt, *args, **options):
     """One step under vmap over one member."""
     stacked = optree.tree_map(lambda x: x[None], args, namespace="pureaccum")
-    new = torch.func.vmap(lambda *args: opt.apply(*args, **knobs))(*stacked)
+    new = torch.func.vmap(lambda *args: opt.apply(*args, **options))(*stacked)
     return optree.tree_map(lambda x: x[0], new, namespace="pureaccum")
 
 
@@ -250,8 +250,8 @@ def test_several_members_under_vmap_have_the_bits_of_each_alone(kind):
 @pytest.mark.parametrize("kind", MAKE)
 def test_the_parts_of_a_complex_number_are_parameters_of_their_own(kind, maximize):
     """As in torch's kernels; the first moments of both and the second are such pairs."""
-    knobs = {"momentum": 0.9} if kind == "sgd" else {"amsgrad": True}
-    opt = MAKE[kind](0.1, weight_decay=0.1, maximize=maximize, **knobs)
+    options = {"momentum": 0.9} if kind == "sgd" else {"amsgrad": True}
+    opt = MAKE[kind](0.1, weight_decay=0.1, maximize=maximize, **options)
     random = generator(2)
     x = torch.randn(6, dtype=torch.complex64, generator=random)
     pair = torch.view_as_real(x)

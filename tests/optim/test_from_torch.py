@@ -177,8 +177,8 @@ def test_it_has_the_bits_of_the_class(cls, settings, donate, seed):
 def test_sparse_gradients_reach_the_class_as_they_are(settings):
     """SGD, which takes both, and Adagrad: only the rows that have a gradient are touched."""
     params = torch.randn(6, 2)
-    for cls, knobs in ((torch.optim.SGD, settings), (torch.optim.Adagrad, {})):
-        opt, their = pa.from_torch(cls, **knobs), Torchs(cls, params, **knobs)
+    for cls, options in ((torch.optim.SGD, settings), (torch.optim.Adagrad, {})):
+        opt, their = pa.from_torch(cls, **options), Torchs(cls, params, **options)
         new, state = params, opt.init(params)
         for n in range(3):
             grads = (torch.arange(6.0)[:, None] % (n + 2) * torch.ones(2)).to_sparse(1)

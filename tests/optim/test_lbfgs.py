@@ -298,8 +298,8 @@ def test_five_ragged_microbatches_have_the_bits_of_a_loop_in_the_closure():
             total += value.detach()
         return total
 
-    knobs = {"microbatch_size": SIZES, "reduction": "sum", "engine": "auto"}
-    fn = pa.grad_and_value(lambda p, b: errors(p, b).sum(), **knobs)
+    options = {"microbatch_size": SIZES, "reduction": "sum", "engine": "auto"}
+    fn = pa.grad_and_value(lambda p, b: errors(p, b).sum(), **options)
     for search in ("strong_wolfe", None):
         given = {"lr": 1.0 if search else 1e-2, "history_size": 5, "line_search_fn": search}
         beside = Beside(accumulate, params, **given)

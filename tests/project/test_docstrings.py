@@ -22,7 +22,7 @@ from pureaccum.testing import strategies
 
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("pages")]
-KNOBS = ["batch_argnums", "has_aux", "reduction", "aux_reduction", "microbatch_size", "nonfinite"]
+OPTIONS = ["batch_argnums", "has_aux", "reduction", "aux_reduction", "microbatch_size", "nonfinite"]
 PACKAGE = Path(pa.__file__).parent
 LINK = re.compile(r"https://[\w-]+(\.[\w-]+)+(/[^\s<>`]*)?")
 
@@ -184,12 +184,12 @@ def test_functions_that_are_returned_are_said(path):
             assert said(getattr(it, "func", it)).sentence.endswith("."), name
 
 
-@pytest.mark.parametrize("knob", [*KNOBS, "engine"])
-def test_a_knob_is_said_in_the_same_words(knob):
+@pytest.mark.parametrize("option", [*OPTIONS, "engine"])
+def test_a_option_is_said_in_the_same_words(option):
     clauses = {}
     for it in FUNCTIONS.values():
-        parameter = inspect.signature(it).parameters.get(knob)
-        text = said(it).entries("Args").get(knob, "")
+        parameter = inspect.signature(it).parameters.get(option)
+        text = said(it).entries("Args").get(option, "")
         if parameter and not text.startswith("As for "):
             clauses.setdefault(parameter.default, set()).add(re.split(r"[;:.] |\.$", text)[0])
     assert all(len(words) == 1 for words in clauses.values()), clauses

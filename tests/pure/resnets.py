@@ -162,8 +162,8 @@ def reshaping():
 class BatchNormAct2d(nn.BatchNorm2d):
     """timm's: a BatchNorm with its activation, whose forward is torch's with more at its end."""
 
-    def __init__(self, width, **knobs):
-        super().__init__(width, **knobs)
+    def __init__(self, width, **options):
+        super().__init__(width, **options)
         self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
 
     def forward(self, x):

@@ -44,19 +44,19 @@ def data(seed, shape, shift, dtype):
 class Norm(nn.Module):
     """Something before the norm whose gradient passes through the moments."""
 
-    def __init__(self, params, buffers=None, names="both", **knobs):
+    def __init__(self, params, buffers=None, names="both", **options):
         super().__init__()
         for name, p in params.items():
             setattr(self, name, nn.Parameter(p))
         for name in ("mean", "var"):
             self.register_buffer(name, None if buffers is None else buffers[name])
-        self.names, self.knobs = names, knobs
+        self.names, self.options = names, options
 
     def forward(self, x):
         weight = self.weight if self.names in ("both", "weight") else None
         bias = self.bias if self.names in ("both", "bias") else None
         h = x * self.scale
-        return F.batch_norm(h, self.mean, self.var, weight, bias, training=True, **self.knobs)
+        return F.batch_norm(h, self.mean, self.var, weight, bias, training=True, **self.options)
 
 
 def total(h, batch):
@@ -189,8 +189,8 @@ def test_running_statistics_are_the_full_batch_s(dtype, shape, data_, seed, shif
         assert ((got.double() - full[name].double()).abs() <= allowed).all(), name
 
 
-def stepping(params, buffers, size, policy="sequential", weight=None, **knobs):
-    fn = pa.functional(Norm(params, buffers, **knobs), microbatch_size=size)
+def stepping(params, buffers, size, policy="sequential", weight=None, **options):
+    fn = pa.functional(Norm(params, buffers, **options), microbatch_size=size)
 
     def loss(params, batch, buffers):
         h, new = fn.apply(params, buffers, batch["x"])

@@ -68,8 +68,8 @@ def check(net, x, y, rows, size, buffers):
         value = pa.Weighted(((out - batch["y"]) ** 2).mean(1).sum(), out.new_tensor(len(out)))
         return value if buffers is None else (value, new)
 
-    knobs = {"buffers": "pooled"} if buffers else {}
-    step = pa.make_step(loss, pa.sgd(1.0), group=dist.group.WORLD, **knobs)
+    options = {"buffers": "pooled"} if buffers else {}
+    step = pa.make_step(loss, pa.sgd(1.0), group=dist.group.WORLD, **options)
     state = step.init(fn.params, fn.buffers if buffers else None)
     new, info = step(state, {"x": x[rows], "y": y[rows]})
     grads, value, running = in_one_process(net, x, y)

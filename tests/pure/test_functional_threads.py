@@ -196,8 +196,8 @@ def job_of(fn, call, seed):
     def job():
         if call == "plain":
             return [fn.apply(*each) for each in given]
-        knobs = {"has_aux": True, "aux_reduction": "last", "engine": call, "check": False}
-        grad = pa.grad_and_value(loss, microbatch_size=3, **knobs)
+        options = {"has_aux": True, "aux_reduction": "last", "engine": call, "check": False}
+        grad = pa.grad_and_value(loss, microbatch_size=3, **options)
         return [grad(params, x, buffers) for params, buffers, x in given]
 
     return job

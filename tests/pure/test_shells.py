@@ -118,9 +118,9 @@ def test_a_recomputation_writes_to_no_buffer_that_was_returned(leads_back):
         out, new_buffers = fn.apply(params, fn.buffers, x)
         return out.square().mean(), new_buffers
 
-    knobs = {"has_aux": True, "aux_reduction": "last", "engine": "autograd"}
+    options = {"has_aux": True, "aux_reduction": "last", "engine": "autograd"}
     with unchanged(net):
-        _, (_, new_buffers) = pa.grad_and_value(loss, microbatch_size=3, **knobs)(fn.params, X)
+        _, (_, new_buffers) = pa.grad_and_value(loss, microbatch_size=3, **options)(fn.params, X)
     assert_trees_bitwise_equal(new_buffers, want)
     if not leads_back:
         params = {k: x.clone().requires_grad_() for k, x in fn.params.items()}

@@ -146,10 +146,10 @@ def test_a_residual_network_accumulated_plainly_is_another(make):
         out, buffers = fn.apply(params, fn.buffers, batch[0])
         return classify(out, batch), buffers
 
-    knobs = {"microbatch_size": 4, "has_aux": True, "aux_reduction": "last"}
+    options = {"microbatch_size": 4, "has_aux": True, "aux_reduction": "last"}
     with pytest.raises(pa.CoupledLossError, match="batch statistics"):
-        pa.grad_and_value(loss, **knobs)(fn.params, batch)
-    grads, (_, buffers) = pa.grad_and_value(loss, **knobs, check=False)(fn.params, batch)
+        pa.grad_and_value(loss, **options)(fn.params, batch)
+    grads, (_, buffers) = pa.grad_and_value(loss, **options, check=False)(fn.params, batch)
     assert apart(grads, want) > 1e-2
     assert apart(buffers, want_buffers) > 1e-2
 

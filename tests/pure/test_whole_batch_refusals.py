@@ -307,7 +307,7 @@ def test_a_branch_is_no_hindrance_where_no_batch_norm_looks_at_the_batch():
     torch.testing.assert_close(calls(module)[1][:3], module(X[:3]))
 
 
-def test_knobs_of_a_module_that_make_no_sense_are_refused():
+def test_options_of_a_module_that_make_no_sense_are_refused():
     module = norm()
     for size in (0, 2.0, "few", [3, 0]):
         with refused((TypeError, ValueError), "microbatch_size"):

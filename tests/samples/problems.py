@@ -23,10 +23,10 @@ def stacked(trees):
 def looped(func, params, rows):
     """The gradients of samples by torch.autograd, and of one number of each after the other."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-    knobs = {"retain_graph": True, "materialize_grads": True}
+    options = {"retain_graph": True, "materialize_grads": True}
 
     def gradient(number):
-        found = torch.autograd.grad(number, [*leaves.values()], **knobs)
+        found = torch.autograd.grad(number, [*leaves.values()], **options)
         return dict(zip(leaves, found, strict=True))
 
     def of(row):

@@ -79,15 +79,15 @@ def test_each_part_is_clipped_by_itself(engine, loss, seed, rows):
     """As if the other parameters were none."""
     params, x = params_of(seed), whole(seed + 3, rows, 3)
     norms_of = {"in": {"w": 1.5, "b": 0.5}, "out": 2.5}
-    knobs = {"chunk_size": 1, "engine": engine}
+    options = {"chunk_size": 1, "engine": engine}
     for max_norm in (norms_of, {"in": 1.5, "out": 2.5}):
-        sums, norms = pa.clipped_sum(loss, max_norm, **knobs)(params, x)
+        sums, norms = pa.clipped_sum(loss, max_norm, **options)(params, x)
         for name in ("in", "out"):
 
             def of_part(part, params, x, name=name):
                 return loss(params | {name: part}, x)
 
-            alone = pa.clipped_sum(of_part, max_norm[name], batch_argnums=2, **knobs)
+            alone = pa.clipped_sum(of_part, max_norm[name], batch_argnums=2, **options)
             want = alone(params[name], params, x)
             assert_trees_bitwise_equal((sums[name], norms[name]), want)
 
@@ -99,11 +99,11 @@ def test_a_tree_over_several_arguments(engine):
     def split(inner, out, x):
         return loss({"in": inner, "out": out}, x)
 
-    knobs = {"argnums": (0, 1), "batch_argnums": 2, "engine": engine}
-    got = pa.clipped_sum(split, (1.5, 2.5), **knobs)(params["in"], params["out"], x)
+    options = {"argnums": (0, 1), "batch_argnums": 2, "engine": engine}
+    got = pa.clipped_sum(split, (1.5, 2.5), **options)(params["in"], params["out"], x)
     sums, norms = pa.clipped_sum(loss, {"in": 1.5, "out": 2.5}, engine=engine)(params, x)
     assert_trees_bitwise_equal(got, ((sums["in"], sums["out"]), (norms["in"], norms["out"])))
-    none = pa.clipped_sum(split, (1.5, 2.5), **knobs)(params["in"], params["out"], x[:0])
+    none = pa.clipped_sum(split, (1.5, 2.5), **options)(params["in"], params["out"], x[:0])
     zeros = tree_map(torch.zeros_like, (params["in"], params["out"]))
     assert_trees_bitwise_equal(none, (zeros, (torch.zeros(0), torch.zeros(0))))
 

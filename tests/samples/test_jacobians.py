@@ -86,9 +86,9 @@ def test_reduced_jacobians_have_the_bits_of_a_loop(engine, name, seed, count, si
     summed = tree_map(lambda x: x.sum(0), each)
     norms = torch.stack([x.flatten(1).norm(dim=1) for x in tree_leaves(each)]).norm(dim=0)
 
-    def run(reduce, **knobs):
-        knobs |= {"chunk_size": size, "engine": engine, "dtype": torch.float64, "reduce": reduce}
-        return pa.per_sample_grad(func, **knobs)(params, batch)
+    def run(reduce, **options):
+        options |= {"chunk_size": size, "engine": engine, "dtype": torch.float64, "reduce": reduce}
+        return pa.per_sample_grad(func, **options)(params, batch)
 
     got, seen = run("sum", metrics=lambda grad, value: (grad["b"], value))
     values = torch.func.vmap(func, (None, 0))(params, batch)
@@ -118,8 +118,8 @@ def test_reduced_jacobians_have_the_bits_of_a_loop(engine, name, seed, count, si
 def test_rows_of_a_jacobian_are_gradients_of_single_outputs(engine, seed, count, size):
     """With aux, of two arguments, and whatever a reducer of the user's own keeps."""
     params, batch = make(seed, count)
-    more, knobs = torch.tensor([2.0, -3.0]), {"chunk_size": size, "engine": engine}
-    knobs |= {"argnums": (2, 0), "has_aux": True}
+    more, options = torch.tensor([2.0, -3.0]), {"chunk_size": size, "engine": engine}
+    options |= {"argnums": (2, 0), "has_aux": True}
 
     def func(p, row, more):
         out = vector(p, row).view(2, 2) * more
@@ -128,9 +128,9 @@ def test_rows_of_a_jacobian_are_gradients_of_single_outputs(engine, seed, count,
     def of(i, j):
         return lambda *args: (func(*args)[0][i, j], func(*args)[1])
 
-    got, aux = pa.per_sample_grad(func, **knobs)(params, batch, more)
+    got, aux = pa.per_sample_grad(func, **options)(params, batch, more)
     for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        want, its = pa.per_sample_grad(of(i, j), **knobs)(params, batch, more)
+        want, its = pa.per_sample_grad(of(i, j), **options)(params, batch, more)
         assert_trees_bitwise_equal(tree_map(lambda x, i=i, j=j: x[:, i, j], got), want)
         assert_trees_bitwise_equal(aux, its)
     largest = pa.Reducer(
@@ -141,7 +141,7 @@ def test_rows_of_a_jacobian_are_gradients_of_single_outputs(engine, seed, count,
         lambda a, b: tree_map(torch.maximum, a, b),
         lambda state: state,
     )
-    found, _ = pa.per_sample_grad(func, reduce=largest, **knobs)(params, batch, more)
+    found, _ = pa.per_sample_grad(func, reduce=largest, **options)(params, batch, more)
     assert_trees_bitwise_equal(found, tree_map(lambda x: x.amax(0), got))
 
 

@@ -83,10 +83,10 @@ def test_any_history_has_the_moments_of_its_microbatches(problem, data, engine, 
 @given(problems, st.sampled_from([None, 1, 3]), st.integers(0, 2))
 def test_samples_are_taken_as_microbatches_of_one_row(problem, chunk, cut):
     loss, params, batch, rows = problem.loss, problem.params, problem.batch, len(problem.batch["x"])
-    knobs = {"keep_batch_dim": True, "chunk_size": chunk}
-    acc = pa.per_sample_accumulator(loss, squares=True, **knobs)
+    options = {"keep_batch_dim": True, "chunk_size": chunk}
+    acc = pa.per_sample_accumulator(loss, squares=True, **options)
     parts = pieces(batch, [1] * rows)
-    check(pa.per_sample_grad(loss, reduce="moments", **knobs)(params, batch), problem, parts)
+    check(pa.per_sample_grad(loss, reduce="moments", **options)(params, batch), problem, parts)
     states = (in_parts(acc, params, [x]) for x in pieces(batch, [rows - cut, cut]))
     check(acc.merge(*states), problem, parts)
 
@@ -315,9 +315,9 @@ def test_other_params_and_bad_decays_are_refused():
 def test_a_step_and_its_window_say_the_same_of_a_batch(kind, scale):
     """Cut or in one piece, which says nothing of noise: all fields, weights in rows or as given."""
     problem = make(kind, "propagate", 0, 6, 2)
-    knobs = {"noise": True, "loss_scale": scale and pa.static_loss_scale(scale)}
+    options = {"noise": True, "loss_scale": scale and pa.static_loss_scale(scale)}
     for size in (None, 8, 6, 4, 1, [5, 1], [6]):
-        step = pa.make_step(problem.loss, pa.sgd(0.5), microbatch_size=size, **knobs)
+        step = pa.make_step(problem.loss, pa.sgd(0.5), microbatch_size=size, **options)
         state = step.init(problem.params)
         cut = 6 if size is None else size
         whole = step(state, problem.batch)[1]

@@ -23,7 +23,7 @@ pytestmark = [
 ROWS = 9
 ROOT_OF_UNIT = {torch.float32: 2.0**-12, torch.float64: 2.0**-26.5}
 DTYPES = pytest.mark.parametrize("dtype", ROOT_OF_UNIT, ids=["float32", "float64"])
-KNOBS = {"batch_argnums": (1, 2), "keep_batch_dim": True}
+OPTIONS = {"batch_argnums": (1, 2), "keep_batch_dim": True}
 
 NETWORKS = {
     "mlp": (
@@ -74,7 +74,7 @@ def test_norms_and_clipped_sums_are_those_of_opacus(name, engine, dtype):
     norms = torch.cat(theirs, 1).norm(dim=1)
     max_norm = float(norms.median())
 
-    clipped = pa.clipped_sum(loss, max_norm, chunk_size=4, engine=engine, **KNOBS)
+    clipped = pa.clipped_sum(loss, max_norm, chunk_size=4, engine=engine, **OPTIONS)
     sums, seen = clipped(params, x, y)
 
     assert ((seen - norms).abs() <= ROOT_OF_UNIT[dtype] * norms).all()
@@ -99,7 +99,7 @@ def test_a_norm_for_each_leaf_is_that_of_opacus(name, dtype):
     F.mse_loss(hooked(x), y, reduction="sum").backward()
     theirs = {k: p.grad_sample.flatten(1).norm(dim=1) for k, p in net.named_parameters()}
     max_norms = {k: float(norms.median()) for k, norms in theirs.items()}
-    sums, seen = pa.clipped_sum(loss, max_norms, chunk_size=4, **KNOBS)(params, x, y)
+    sums, seen = pa.clipped_sum(loss, max_norms, chunk_size=4, **OPTIONS)(params, x, y)
 
     root = ROOT_OF_UNIT[dtype]
     whole = torch.stack([*theirs.values()]).norm(dim=0)
@@ -124,5 +124,5 @@ def test_ghost_norms_are_those_of_opacus(name, dtype):
     F.mse_loss(ghost(x), y, reduction="sum").backward()
     norms = ghost.get_norm_sample()
     for reduce in ("sum", "concat"):  # as they are, and of gradients that are written out
-        ours = pa.per_sample_grad(loss, reduce=reduce, metrics="norm", chunk_size=2, **KNOBS)
+        ours = pa.per_sample_grad(loss, reduce=reduce, metrics="norm", chunk_size=2, **OPTIONS)
         assert ((ours(params, x, y)[1] - norms).abs() <= ROOT_OF_UNIT[dtype] * norms).all()

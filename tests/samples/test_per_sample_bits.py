@@ -60,8 +60,8 @@ def divided(tree, weight):
 @examples(1 / 2)
 @given(models, st.data(), st.sampled_from(["sum", "mean"]), chunks, st.booleans())
 def test_any_history_has_the_full_batchs_bits(kind, engine, model, data, reduce, size, donate):
-    knobs = {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
-    acc = pa.per_sample_accumulator(model.loss(kind), reduce=reduce, **knobs)
+    options = {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
+    acc = pa.per_sample_accumulator(model.loss(kind), reduce=reduce, **options)
     args = model.params, model.batch
     state = data.draw(histories(model.rows)).run(acc, *args, donate)
 
@@ -69,7 +69,7 @@ def test_any_history_has_the_full_batchs_bits(kind, engine, model, data, reduce,
     if reduce == "mean":
         want, value = divided(want, weight), value / weight
     assert_trees_bitwise_equal(acc.finalize(state), (want, value.double()))
-    at_once = pa.per_sample_grad(model.loss(kind), reduce=reduce, **knobs)(*args)
+    at_once = pa.per_sample_grad(model.loss(kind), reduce=reduce, **options)(*args)
     assert_trees_bitwise_equal(at_once, want)
     if (kind == "sum") == (reduce == "sum"):  # then pa.grad speaks of the same
         cut = pa.grad(model.loss(kind), microbatch_size=1, reduction=reduction(kind))
@@ -97,9 +97,9 @@ def test_without_chunks_it_is_torch_func_untouched(network):
     params, batch = params_of(3, torch.float32), batch_of(3, torch.float32)
     rows, loss = tree_map(lambda x: x[:, None], batch), loss_of(network, "sum")
     want = torch.func.vmap(torch.func.grad_and_value(loss), (None, 0))(params, rows)
-    knobs = {"metrics": lambda grad, value: value}
-    assert_trees_bitwise_equal(pa.per_sample_grad(loss, **knobs)(params, rows), want)
-    whole = pa.per_sample_grad(loss, keep_batch_dim=True, **knobs)(params, batch)
+    options = {"metrics": lambda grad, value: value}
+    assert_trees_bitwise_equal(pa.per_sample_grad(loss, **options)(params, rows), want)
+    whole = pa.per_sample_grad(loss, keep_batch_dim=True, **options)(params, batch)
     assert_trees_bitwise_equal(whole, want)
 
 
@@ -110,8 +110,8 @@ def test_without_chunks_it_is_torch_func_untouched(network):
 def test_second_moments_have_the_bits_of_a_loop(kind, engine, model, data, size):
     """In float64 squares of whole numbers below 2**24 are exact, and so are halves of them."""
     model = model._replace(batch=model.batch | {"mask": model.batch["mask"].clamp(max=2)})
-    knobs = {"chunk_size": size, "keep_batch_dim": True, "engine": engine, "dtype": torch.float64}
-    acc = pa.per_sample_accumulator(model.loss(kind), reduce="moments", **knobs)
+    options = {"chunk_size": size, "keep_batch_dim": True, "engine": engine, "dtype": torch.float64}
+    acc = pa.per_sample_accumulator(model.loss(kind), reduce="moments", **options)
     state = data.draw(histories(model.rows)).run(acc, model.params, model.batch)
     moments, _ = acc.finalize(state)
 
@@ -131,9 +131,9 @@ def test_signs_projections_and_a_user_s_reductions_have_the_bits_of_a_loop(
     """The largest number of each leaf, and how many samples have a large one."""
     history, each = data.draw(histories(model.rows)), each_row(model)
 
-    def run(**knobs):
-        knobs |= {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
-        acc = pa.per_sample_accumulator(model.loss("sum"), **knobs)
+    def run(**options):
+        options |= {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
+        acc = pa.per_sample_accumulator(model.loss("sum"), **options)
         return acc.finalize(history.run(acc, model.params, model.batch))[0]
 
     def project(grad):
@@ -171,19 +171,19 @@ def test_norms_and_squares_have_the_bits_of_a_loop(engine, rows, size):
     """Of leaves with one number each; (3k, 4k) has the norm 5k."""
     params = {"a": torch.zeros(()), "b": torch.zeros(1)}
     s, t = torch.tensor(rows, dtype=torch.float32).unbind(1)
-    knobs = {"batch_argnums": (1, 2), "chunk_size": size, "engine": engine}
+    options = {"batch_argnums": (1, 2), "chunk_size": size, "engine": engine}
 
     def loss(params, s, t):
         return (params["a"] * s + params["b"] * t).sum()
 
-    acc = pa.per_sample_accumulator(loss, squares=True, **knobs)
+    acc = pa.per_sample_accumulator(loss, squares=True, **options)
     squares = acc.update(acc.init(params), params, s, t).squares
     counts = torch.stack([(s * s).sum(), (t * t).sum(), torch.tensor(len(rows))])
     assert_trees_bitwise_equal(squares, counts.double())
-    got = pa.clipped_sum(loss, 1e9, **knobs)(params, 3 * s, 4 * s)  # none is that large
+    got = pa.clipped_sum(loss, 1e9, **options)(params, 3 * s, 4 * s)  # none is that large
     sums = {"a": 3 * s.sum(), "b": 4 * s.sum()[None]}
     assert_trees_bitwise_equal(got, (sums, 5 * s.abs()))
-    normed = pa.per_sample_grad(loss, transform="normalize", reduce="sum", **knobs)
+    normed = pa.per_sample_grad(loss, transform="normalize", reduce="sum", **options)
     assert_trees_bitwise_equal(normed(params, 0 * s, 0 * t), params)  # zeros have no direction
 
 
@@ -211,14 +211,19 @@ def test_a_sample_without_weight_adds_nothing_though_its_gradient_is_nan(engine,
     x = 2 ** torch.randint(-14, -6, (9,), generator=random).float()
     mask = torch.randint(0, 2, (9,), generator=random)
     transform = pa.clip_by_global_norm(1e9) if by == "clip" else by
-    knobs = {"batch_argnums": (1, 2), "chunk_size": size, "engine": engine, "transform": transform}
+    options = {
+        "batch_argnums": (1, 2),
+        "chunk_size": size,
+        "engine": engine,
+        "transform": transform,
+    }
 
     def loss(params, x, mask):
         out = sum(leaf.sum() for leaf in params.values())
         return pa.Weighted((out + 1) * x * mask + out * (0 / mask), mask)
 
     def run(reduce, x, mask):
-        acc = pa.per_sample_accumulator(loss, reduce=reduce, squares=True, **knobs)
+        acc = pa.per_sample_accumulator(loss, reduce=reduce, squares=True, **options)
         state = acc.update(acc.init(params), params, x, mask)
         return acc.finalize(state), tuple(state[1:3]), state.nonfinite, state.squares
 
@@ -227,7 +232,7 @@ def test_a_sample_without_weight_adds_nothing_though_its_gradient_is_nan(engine,
     if by in ("sign", "normalize"):
         each, many = {"sign": 4.0, "normalize": 0.25}[by], mask.sum().item()
         assert run("sum", x, mask)[-1].tolist() == [each * many] * 4 + [many]
-    concat = pa.per_sample_grad(loss, **knobs)(params, x, mask)
+    concat = pa.per_sample_grad(loss, **options)(params, x, mask)
     assert all((leaf[mask == 0] == 0).all() for leaf in concat.values())
 
 
@@ -243,8 +248,8 @@ def test_sums_of_samples_are_wide(engine, dtype):
         return (w * x).sum().real if dtype.is_complex else (w * x).sum()
 
     def run(reduce, by=None):
-        knobs = {"reduce": reduce, "transform": by, "chunk_size": 7, "engine": engine}
-        return pa.per_sample_grad(loss, **knobs)(w, x)
+        options = {"reduce": reduce, "transform": by, "chunk_size": 7, "engine": engine}
+        return pa.per_sample_grad(loss, **options)(w, x)
 
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
     assert_trees_bitwise_equal(run("concat"), each)
@@ -270,8 +275,8 @@ def test_samples_that_are_not_finite_are_counted_and_not_left_out(
 ):
     """Each of them, over all updates and merges; the value is what it is of such numbers."""
     x, w = torch.tensor(numbers), torch.ones(())
-    knobs = {"chunk_size": size, "engine": engine, "reduce": reduce}
-    acc = pa.per_sample_accumulator(lambda w, x: w * x, **knobs)
+    options = {"chunk_size": size, "engine": engine, "reduce": reduce}
+    acc = pa.per_sample_accumulator(lambda w, x: w * x, **options)
     first, second = (
         acc.update(acc.init(w), w, part, donate=donate) for part in x.tensor_split([len(x) // 2])
     )
@@ -295,7 +300,7 @@ def test_samples_that_are_not_finite_are_counted_and_not_left_out(
     randomness=st.sampled_from(["different", "same"]),
     dtype=st.sampled_from([None, torch.float64]),
 )
-def test_a_clipped_sum_takes_every_knob_of_per_sample_grad(
+def test_a_clipped_sum_takes_every_option_of_per_sample_grad(
     engine, argnums, has_aux, at, size, keep, randomness, dtype
 ):
     """It is that function with four of its words given, called as often and with as many rows."""
@@ -310,13 +315,13 @@ def test_a_clipped_sum_takes_every_knob_of_per_sample_grad(
         value = ((w * x * kept).sum() * scale - y.sum()) ** 2
         return (value, {"x": x.sum()}) if has_aux else value
 
-    knobs = {"batch_argnums": at, "chunk_size": size, "keep_batch_dim": keep}
-    knobs |= {"randomness": randomness, "engine": engine, "dtype": dtype}
+    options = {"batch_argnums": at, "chunk_size": size, "keep_batch_dim": keep}
+    options |= {"randomness": randomness, "engine": engine, "dtype": dtype}
     came = []
     given_words = {"transform": pa.clip_by_global_norm(2.0), "reduce": "sum", "metrics": "norm"}
     for func in (
-        pa.clipped_sum(loss, 2.0, argnums, has_aux, **knobs),
-        pa.per_sample_grad(loss, argnums, has_aux, **given_words, **knobs),
+        pa.clipped_sum(loss, 2.0, argnums, has_aux, **options),
+        pa.per_sample_grad(loss, argnums, has_aux, **given_words, **options),
     ):
         shapes.clear()
         torch.manual_seed(0)
@@ -344,7 +349,7 @@ def test_any_arguments_and_aux_are_those_of_a_loop(engine, size):
     batch, more = {"i": i, "on": i > 1, "half": 0.5, "nothing": None}, integers(random, 9, 4)
     params, table = {"w": integers(random, 4)}, integers(random, 5, 4)
     args = params, torch.tensor(3.0), batch, table, more
-    knobs = {"has_aux": True, "batch_argnums": (2, -1), "chunk_size": size, "engine": engine}
+    options = {"has_aux": True, "batch_argnums": (2, -1), "chunk_size": size, "engine": engine}
 
     def loop(argnums):
         rows = []
@@ -356,10 +361,10 @@ def test_any_arguments_and_aux_are_those_of_a_loop(engine, size):
         return tree_map(lambda *xs: torch.stack(xs), *rows)
 
     for argnums in (0, (1, 0), (-4, -5)):
-        got = pa.per_sample_grad(mixed_loss, argnums, metrics=lambda grad, value: value, **knobs)
+        got = pa.per_sample_grad(mixed_loss, argnums, metrics=lambda grad, value: value, **options)
         same = tuple(n % 5 for n in argnums) if isinstance(argnums, tuple) else argnums
         assert_trees_bitwise_equal(got(*args), loop(same))
     grads, (aux, _) = loop(0)
-    acc = pa.per_sample_accumulator(mixed_loss, reduce="sum", **knobs)
+    acc = pa.per_sample_accumulator(mixed_loss, reduce="sum", **options)
     state, seen = acc.update(acc.init(params), *args)
     assert_trees_bitwise_equal((state.grads, seen), (summed(grads), aux))

@@ -105,9 +105,9 @@ def test_reduced_gradients_are_those_of_a_loop_over_the_samples(
 ):
     params, batch = params_of(seed, dtype), batch_of(seed, dtype)
     loss = loss_of(network, weighted)
-    knobs = {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
+    options = {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
 
-    each = pa.per_sample_grad(loss, **knobs)(params, batch)
+    each = pa.per_sample_grad(loss, **options)(params, batch)
     loop = in_float64(loss, params, batch)
     norms = norms_of(loop)
     apart = norms_of({k: each[k].double() - loop[k] for k in loop})
@@ -120,11 +120,11 @@ def test_reduced_gradients_are_those_of_a_loop_over_the_samples(
     grads = {k: g.double() for k, g in each.items()}
     weights = batch["weights"].double() if weighted else torch.ones(ROWS, dtype=torch.float64)
     want = expected(grads, weights, max_norm, dtype)
-    moments = pa.per_sample_grad(loss, reduce="moments", **knobs)(params, batch)
-    of_power = knobs | {"reduce": "moments", "transform": pa.clip_by_global_norm(max_norm)}
+    moments = pa.per_sample_grad(loss, reduce="moments", **options)(params, batch)
+    of_power = options | {"reduce": "moments", "transform": pa.clip_by_global_norm(max_norm)}
     power = pa.per_sample_grad(loss, **of_power)(params, batch).second
-    clipped, seen = pa.clipped_sum(loss, max_norm, **knobs)(params, batch)
-    unit = pa.per_sample_grad(loss, reduce="sum", transform="normalize", **knobs)(params, batch)
+    clipped, seen = pa.clipped_sum(loss, max_norm, **options)(params, batch)
+    unit = pa.per_sample_grad(loss, reduce="sum", transform="normalize", **options)(params, batch)
     got = {"mean": moments.mean, "second": moments.second, "variance": moments.variance()}
     got |= {"norms": seen, "clipped": clipped, "unit": unit, "power": power}
     # What is only summed has gradients that come another way, each as near to the loop's.

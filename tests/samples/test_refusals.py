@@ -269,13 +269,13 @@ ARGUMENTS = {
 @pytest.mark.parametrize("reduce", ["concat", "sum"])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_bad_arguments_are_named(name, reduce):
-    knobs, error, words = ARGUMENTS[name]
-    func = (lambda p, row: (loss(p, row), FLOATS)) if "has_aux" in knobs else loss
-    knobs = {"reduce": reduce} | knobs
+    options, error, words = ARGUMENTS[name]
+    func = (lambda p, row: (loss(p, row), FLOATS)) if "has_aux" in options else loss
+    options = {"reduce": reduce} | options
     with refused(error, *words, given=(PARAMS, BATCH)):
-        pa.per_sample_grad(func, **knobs)(PARAMS, BATCH)
+        pa.per_sample_grad(func, **options)(PARAMS, BATCH)
     with refused(error if reduce == "sum" else (TypeError, ValueError)):
-        acc = pa.per_sample_accumulator(func, **knobs)
+        acc = pa.per_sample_accumulator(func, **options)
         acc.update(acc.init(PARAMS), PARAMS, BATCH)
 
 
@@ -294,11 +294,11 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_bad_arguments_of_a_gramian_are_named_before_any_work(name):
-    knobs, other, error, words = OTHERS[name]
+    options, other, error, words = OTHERS[name]
     called = Loss(lambda p, row, more=None: out(p, row))
     args = (PARAMS, BATCH, BATCH) if "tuple of" in words else (PARAMS, BATCH)
     with refused(error, *words, given=(PARAMS, BATCH), loss=called):
-        pa.gramian(called, **knobs)(*args, other=other)
+        pa.gramian(called, **options)(*args, other=other)
 
 
 NORMS = {
@@ -343,9 +343,9 @@ def test_samples_of_a_batch_without_rows_have_gradient_zero(func, engine):
         assert_trees_bitwise_equal(got, want)
     clipped = pa.clipped_sum(called, 1.0, engine=engine)(PARAMS, empty)
     assert_trees_bitwise_equal(clipped, (zeros, torch.zeros(0)))
-    for knobs in ({"has_aux": True}, {"metrics": lambda grad, value: value}):
+    for options in ({"has_aux": True}, {"metrics": lambda grad, value: value}):
         with refused(ValueError, "no rows", "need one row", loss=called):
-            pa.per_sample_grad(called, engine=engine, **knobs)(PARAMS, empty)
+            pa.per_sample_grad(called, engine=engine, **options)(PARAMS, empty)
     assert called.calls == 0
 
 
@@ -361,8 +361,8 @@ def test_a_batch_without_rows_has_products_with_none(engine):
 # States ----------------------------------------------------------------------------------------
 
 
-def started(**knobs):
-    acc = pa.per_sample_accumulator(loss, chunk_size=2, **knobs)
+def started(**options):
+    acc = pa.per_sample_accumulator(loss, chunk_size=2, **options)
     return acc, acc.update(acc.init(PARAMS), PARAMS, make_batch(3))
 
 

@@ -48,14 +48,14 @@ def row_of(batch, i):
 
 
 def ours(problem, what):
-    knobs = {"keep_batch_dim": True, "chunk_size": problem.size}
+    options = {"keep_batch_dim": True, "chunk_size": problem.size}
     if what == "clipped":
-        summed = pa.clipped_sum(problem.loss, MAX_NORM, **knobs)
+        summed = pa.clipped_sum(problem.loss, MAX_NORM, **options)
         return lambda params, batch: summed(params, batch)[0]
     if what == "second":
-        moments = pa.per_sample_grad(problem.loss, reduce="moments", **knobs)
+        moments = pa.per_sample_grad(problem.loss, reduce="moments", **options)
         return lambda params, batch: moments(params, batch).second
-    acc = pa.per_sample_accumulator(problem.loss, **knobs)
+    acc = pa.per_sample_accumulator(problem.loss, **options)
 
     def streamed(params, batch):
         states = [acc.init(params), acc.init(params)]
@@ -194,8 +194,8 @@ def test_it_compiles_into_one_graph(name):
 
 
 def second_moments(problem, size):
-    knobs = {"reduce": "moments", "keep_batch_dim": True, "chunk_size": size}
-    of = pa.per_sample_grad(problem.loss, **knobs)
+    options = {"reduce": "moments", "keep_batch_dim": True, "chunk_size": size}
+    of = pa.per_sample_grad(problem.loss, **options)
     return lambda params, batch: tuple(of(params, batch).second.values())
 
 

@@ -93,7 +93,7 @@ REFUSED = {
         "a BatchNorm that is given one microbatch of a stream has not the moments of all",
         "does not add up",
     ),
-    ("skip", "raise"): Refused(NO_MEANING, "one knob has one value", "cannot be"),
+    ("skip", "raise"): Refused(NO_MEANING, "one option has one value", "cannot be"),
     ("group", "dtensors"): Refused(
         NO_MEANING,
         "`group` adds up what every rank holds whole; DTensors are added up over their mesh",
@@ -190,12 +190,12 @@ class Came(NamedTuple):
 
 
 def loss_of(features, net):
-    knobs = {}
+    options = {}
     if "batch norm" in features:
-        knobs = {"microbatch_size": SIZE}
+        options = {"microbatch_size": SIZE}
         if "group" in features:
-            knobs["group"] = dist.group.WORLD
-    fn = pa.functional(net, **knobs)
+            options["group"] = dist.group.WORLD
+    fn = pa.functional(net, **options)
 
     def forward(params, x, buffers, keys):
         if keys is not None:
@@ -229,8 +229,8 @@ def loss_of(features, net):
     return loss
 
 
-def knobs_of(features):
-    knobs = {
+def options_of(features):
+    options = {
         "compile": {"compile": {"backend": "eager"}},
         "donate": {"donate": True},
         "noise": {"noise": True},
@@ -245,10 +245,10 @@ def knobs_of(features):
     }
     made = {}
     for name in features:
-        for knob, value in knobs.get(name, {}).items():
-            if knob in made:
-                raise ValueError(f"{knob} cannot be {made[knob]!r} and {value!r}")
-            made[knob] = value
+        for option, value in options.get(name, {}).items():
+            if option in made:
+                raise ValueError(f"{option} cannot be {made[option]!r} and {value!r}")
+            made[option] = value
     if features & {"auto", "budget"}:
         budget = 2**22 if takes_whole(features) else 20_000
         made |= {
@@ -296,7 +296,7 @@ def trained(features, step, state, batch):
 def program(features):
     """What the step with these features comes to."""
     net, params, buffers, batch = problem(features)
-    step = pa.make_step(loss_of(features, net), optimizer_of(features), **knobs_of(features))
+    step = pa.make_step(loss_of(features, net), optimizer_of(features), **options_of(features))
     if "group" in features and "dtensors" not in features:
         start, end = ((0, 40), (40, ROWS))[dist.get_rank()]
         batch = {name: x[start:end] for name, x in batch.items()}

@@ -71,11 +71,11 @@ def assert_close(got, want):
 # Compiled --------------------------------------------------------------------------------------
 
 
-def pair(loss, optimizer, **knobs):
+def pair(loss, optimizer, **options):
     """A step that compiles itself, and the same one that does not."""
-    knobs = {"microbatch_size": 2, "compile": EAGER} | knobs
-    ours = pa.make_step(loss, optimizer, **knobs)
-    return ours, pa.make_step(loss, optimizer, **knobs | {"compile": False, "donate": False})
+    options = {"microbatch_size": 2, "compile": EAGER} | options
+    ours = pa.make_step(loss, optimizer, **options)
+    return ours, pa.make_step(loss, optimizer, **options | {"compile": False, "donate": False})
 
 
 def counting():

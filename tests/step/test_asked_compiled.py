@@ -34,10 +34,10 @@ def standardised(params, batch):
     return (((x - x.mean(0)) @ params["w"]) ** 2).mean()
 
 
-def made(loss, **knobs):
+def made(loss, **options):
     torch.compiler.reset()
     settings, graphs = counting()
-    step = pa.make_step(loss, pa.sgd(0.1), compile=settings, **knobs)
+    step = pa.make_step(loss, pa.sgd(0.1), compile=settings, **options)
     return step, step.init(W), graphs
 
 

@@ -65,8 +65,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_over_four_microbatches_calls_no_more_functions_than_this(name):
-    loss, params, optimizer, knobs, ceiling = CASES[name]
-    step = pa.make_step(loss, optimizer, microbatch_size=8, **knobs)
+    loss, params, optimizer, options, ceiling = CASES[name]
+    step = pa.make_step(loss, optimizer, microbatch_size=8, **options)
     state = step.init(params)
     for _ in range(2):  # the first call of a loss is watched
         step(state, BATCH)

@@ -37,11 +37,11 @@ def padded(params, rows):
 
 
 @cache
-def steps(kind, settings="eager", **knobs):
+def steps(kind, settings="eager", **options):
     """A step that compiles itself and the same one that does not; one pair for all examples."""
     loss = LOSS[kind]
     settings = settings if settings is True else {"backend": settings}
-    return pair(loss.call, pa.sgd(LR), reduction=loss.reduction, compile=settings, **knobs)
+    return pair(loss.call, pa.sgd(LR), reduction=loss.reduction, compile=settings, **options)
 
 
 def updated(params, grads):
@@ -151,8 +151,8 @@ def with_aux(params, batch, keys=None):
 )
 def test_aux_of_every_kind_is_that_of_the_eager_step(form, nonfinite, keys):
     """Whole and ragged batches, of which some microbatches are bad, the last among them."""
-    knobs = {"has_aux": True, "aux_reduction": HOW, "keys": keys}
-    ours, eager = pair(with_aux, pa.sgd(LR), nonfinite=nonfinite, **knobs)
+    options = {"has_aux": True, "aux_reduction": HOW, "keys": keys}
+    ours, eager = pair(with_aux, pa.sgd(LR), nonfinite=nonfinite, **options)
 
     @examples(1 / 3)
     @given(seeds(), st.sampled_from([11, 10]), st.sets(st.integers(0, 10), max_size=3))
@@ -198,19 +198,19 @@ KEYED = {"keys": True, "loss_scale": pa.static_loss_scale(4.0)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("knobs", "runs"),
+    ("options", "runs"),
     [
         ({}, [(15, None), (12, None), (17, 16), (17, 15), (17, 0)]),
         (KEYED, [(15, None), (19, None), (19, 3)]),
     ],
     ids=["plain", "keys"],
 )
-def test_groups_and_what_is_left_of_them_are_those_of_the_eager_step(knobs, runs):
+def test_groups_and_what_is_left_of_them_are_those_of_the_eager_step(options, runs):
     """Seven are three groups of two, in a scan, and one that is left; then there is a tail.
 
     Of a batch that is poisoned in one place the count is known.
     """
-    ours, eager = pair(wide_loss, pa.sgd(2.0**-10), compile={"backend": reading}, **knobs)
+    ours, eager = pair(wide_loss, pa.sgd(2.0**-10), compile={"backend": reading}, **options)
     g = generator(0)
     state = ours.init({"w": integers(g, WIDE, bound=2)}, seed=5)
     GRAPHS.clear()

@@ -49,8 +49,8 @@ def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate):
     def running(w, x, buffers):
         return loss(w, x), ({"mean": buffers["mean"] + x.mean(0)}, buffers["mean"])
 
-    knobs = {"has_aux": True, "buffers": "sequential", "aux_reduction": "last"}
-    step = pa.make_step(running, pa.sgd(0.5), donate=donate, compile=EAGER, **knobs)
+    options = {"has_aux": True, "buffers": "sequential", "aux_reduction": "last"}
+    step = pa.make_step(running, pa.sgd(0.5), donate=donate, compile=EAGER, **options)
     state = step.init(torch.ones(3), buffers={"mean": torch.ones(3)})
     window, aux = step.update(state, step.begin(state), batch_of(2))
     assert_trees_bitwise_equal(aux, torch.ones(3))

@@ -53,7 +53,7 @@ class Case(NamedTuple):
     loss: Callable[[Tensor, Any], Any]
     numbers: tuple[Any, ...]
     dtype: torch.dtype = F32
-    knobs: dict[str, Any] = {}  # noqa: RUF012
+    options: dict[str, Any] = {}  # noqa: RUF012
     rounding: torch.dtype | None = None
 
 
@@ -94,14 +94,14 @@ CASES = {
     "a complex number": Case(lambda r, t: (r.mean() * t).real, (1 + 2j, 0.5j)),
     "in float64": Case(lambda r, t: r.mean() * t, (1 / 3, 2 / 3), F64, {"nonfinite": "skip"}),
     "in bfloat16": Case(lambda r, t: r.mean() * t, (0.5, 1.5), BF16),
-    "unrolled": Case(lambda r, t: r.mean() * t, (0.5, 2), knobs={"microbatch_size": None}),
+    "unrolled": Case(lambda r, t: r.mean() * t, (0.5, 2), options={"microbatch_size": None}),
     "a bound": Case(lambda r, t: r.clamp(max=t).sum(), (0.5, 1)),
     "a weight": Case(lambda r, t: pa.Weighted(r.sum(), t), (3, 4)),
-    "aux": Case(with_aux, (0.5, 0.25), knobs=AUX),
+    "aux": Case(with_aux, (0.5, 0.25), options=AUX),
     "too small for float16": Case(
         lambda r, t: (r.float() * 1e12 * t).mean(),
         (1e-12, 3e-12),
-        knobs=HALF,
+        options=HALF,
         rounding=torch.float16,
     ),
     "a range": Case(powers, (1, 2, 3)),
@@ -126,7 +126,7 @@ def test_a_number_in_the_batch_is_the_constant_that_it_is_without_the_compiler(n
         pa.sgd(0.01),
         compile=settings,
         check=False,
-        **case.knobs,
+        **case.options,
     )
     state = ours.init(torch.ones(3, 1, dtype=case.dtype))
     for i, t in enumerate([*case.numbers, *reversed(case.numbers)]):
@@ -201,9 +201,9 @@ def test_a_number_is_a_constant_wherever_the_loss_reads_it(name, dynamic):
     """In every form of a step; with open sizes too. Ints are no more left open than floats are."""
     settings, graphs = counting()
     (form, each), place = PLACES[name], Place(name)
-    knobs = {} if form in ("scan", "loop") else {"microbatch_size": None}
+    options = {} if form in ("scan", "loop") else {"microbatch_size": None}
     compile = settings | ({} if dynamic is None else {"dynamic": dynamic})
-    ours, eager = pair(place.loss, pa.sgd(0.01), compile=compile, **knobs)
+    ours, eager = pair(place.loss, pa.sgd(0.01), compile=compile, **options)
     table = torch.zeros(600_000 if form == "loop" else 1, 4)
     state = ours.init({"w": torch.ones(3, 1), "table": table})
     numbers = (9.99999, 3, 4)

@@ -26,16 +26,16 @@ pytestmark = [pytest.mark.faults, pytest.mark.promise("compiled")]
 IN_PLACE = {"backend": "aot_eager"}
 
 
-def make(optimizer=None, loss=squares, **knobs):
-    knobs = {"microbatch_size": 2, "compile": EAGER} | knobs
-    return pa.make_step(loss, optimizer or pa.sgd(0.1), **knobs)
+def make(optimizer=None, loss=squares, **options):
+    options = {"microbatch_size": 2, "compile": EAGER} | options
+    return pa.make_step(loss, optimizer or pa.sgd(0.1), **options)
 
 
 # make_step --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("knobs", "error", "words"),
+    ("options", "error", "words"),
     [
         *(
             (
@@ -57,9 +57,9 @@ def make(optimizer=None, loss=squares, **knobs):
         ),
     ],
 )
-def test_what_does_not_go_with_compile_is_refused(knobs, error, words):
+def test_what_does_not_go_with_compile_is_refused(options, error, words):
     with refused(error, *words):
-        make(**knobs)
+        make(**options)
 
 
 # What only the compiler minds -------------------------------------------------------------
@@ -177,9 +177,9 @@ SCALED = {"loss_scale": pa.dynamic_loss_scale()}
 AUX = {"has_aux": True}
 
 
-def same(loss=squares, change=lambda s, b: (s, b), **knobs):
+def same(loss=squares, change=lambda s, b: (s, b), **options):
     """How both steps are made, and what both are given in place of a state and a batch."""
-    return {"loss": loss, **knobs}, change
+    return {"loss": loss, **options}, change
 
 
 def with_x(p, b):
@@ -224,8 +224,8 @@ SLOW = ("aux that cannot be joined", "aux that is missing", "aux that nobody ann
 )
 def test_errors_have_the_words_of_the_eager_step(name):
     """And a state that was to be given up is as good as before."""
-    knobs, change = SAME[name]
-    ours, eager = (make(**knobs, donate=True, compile=c) for c in (EAGER, False))
+    options, change = SAME[name]
+    ours, eager = (make(**options, donate=True, compile=c) for c in (EAGER, False))
     state, batch = change(ours.init(PARAMS), make_batch(6))
     said = []
     for step in (ours, eager):

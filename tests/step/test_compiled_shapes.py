@@ -17,7 +17,7 @@ pytestmark = pytest.mark.transforms
 ROWS = 600_000  # of a table whose gradient is too large for a scan
 
 
-def dropping(module, size, backend, table=0, **knobs):
+def dropping(module, size, backend, table=0, **options):
     """A step of a loss that hands out what a network with nn.Dropout did to its rows."""
     fn = pa.functional(module)
 
@@ -26,8 +26,8 @@ def dropping(module, size, backend, table=0, **knobs):
         value = out.square().mean()
         return (value + params["table"][0].sum() if table else value), out.flatten(1).sum(1)
 
-    knobs = {"has_aux": True, "compile": {"backend": backend}} | knobs
-    step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=size, **knobs)
+    options = {"has_aux": True, "compile": {"backend": backend}} | options
+    step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=size, **options)
     params = {"net": fn.params} | ({"table": torch.zeros(table, 4)} if table else {})
     return step, step.init(params)
 

@@ -128,12 +128,12 @@ RULES = {
 @given(
     seed=seeds(),
     size=st.sampled_from([None, 1, 2, 3, 4]),
-    knobs=st.sampled_from([{}, {"noise": True}, {"nonfinite": "skip"}]),
+    options=st.sampled_from([{}, {"noise": True}, {"nonfinite": "skip"}]),
     bad=st.none() | st.integers(0, MEMBERS - 1),
     shared=st.booleans(),
 )
 def test_members_have_seeds_rates_orders_and_scales_of_their_own(
-    rule, seed, size, knobs, bad, shared
+    rule, seed, size, options, bad, shared
 ):
     """Each member beside a step that was made for it alone, on the data in its own order.
 
@@ -144,7 +144,7 @@ def test_members_have_seeds_rates_orders_and_scales_of_their_own(
     def make_step(lr, scale):
         scaling = pa.dynamic_loss_scale(scale, growth_interval=2)
         return pa.make_step(
-            loss, rule(lr), microbatch_size=size, loss_scale=scaling, keys=True, **knobs
+            loss, rule(lr), microbatch_size=size, loss_scale=scaling, keys=True, **options
         )
 
     steps = [make_step(0.1 / 10**i, 4.0**i) for i in range(MEMBERS)]
@@ -202,8 +202,8 @@ def test_an_ensemble_is_made_by_vmap():
 @given(seeds(), exactly.losses, st.integers(1, 12), st.data())
 def test_exact_steps_are_those_of_the_loop(seed, case, size, data):
     """Rates and scales that are powers of two: in bits, in an ensemble of any number."""
-    knobs = {"microbatch_size": size, "reduction": case.reduction}
-    step = pa.make_step(case.call, pa.sgd(1.0), loss_scale=pa.dynamic_loss_scale(1.0), **knobs)
+    options = {"microbatch_size": size, "reduction": case.reduction}
+    step = pa.make_step(case.call, pa.sgd(1.0), loss_scale=pa.dynamic_loss_scale(1.0), **options)
     states = []
     for i in range(MEMBERS):
         state = step.init(exactly.make_params(seed + i))

@@ -54,9 +54,9 @@ def loss(params, batch):
     return F.cross_entropy((h @ params["out"]).float(), batch["y"])
 
 
-def run(device, overflow_at=None, **knobs):
+def run(device, overflow_at=None, **options):
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(3e-3))
-    step = pa.make_step(loss, optimizer, microbatch_size=64, **knobs)  # 64, 64, 64 and 8 rows
+    step = pa.make_step(loss, optimizer, microbatch_size=64, **options)  # 64, 64, 64 and 8 rows
     state = step.init(letters(device))
     seen = {"loss": [], "applied": [], "scale": []}
     for i, batch in enumerate(text_batches(device)):
@@ -73,8 +73,8 @@ def run(device, overflow_at=None, **knobs):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_fp16_reaches_the_loss_of_fp32_through_a_forced_overflow(device):
     full = run(device)
-    knobs = {"policy": pa.Policy(compute=torch.float16), "loss_scale": pa.dynamic_loss_scale()}
-    half = run(device, overflow_at=STEPS // 2, **knobs)
+    options = {"policy": pa.Policy(compute=torch.float16), "loss_scale": pa.dynamic_loss_scale()}
+    half = run(device, overflow_at=STEPS // 2, **options)
     skipped = [i for i, applied in enumerate(half["applied"]) if not applied]
     # The scale halves until the gradients fit again, and no step of it is applied.
     assert skipped == list(range(STEPS // 2, STEPS // 2 + len(skipped)))

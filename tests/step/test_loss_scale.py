@@ -38,7 +38,7 @@ def rounded(x):
 # Beside GradScaler ----------------------------------------------------------------------
 
 
-def test_knobs_that_are_not_said_are_as_in_torch():
+def test_options_that_are_not_said_are_as_in_torch():
     ours = inspect.signature(pa.dynamic_loss_scale).parameters
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))  # it has no scale before
@@ -59,16 +59,16 @@ class Scaling(RuleBasedStateMachine):
 
     @initialize(scale=scales, grow=growths, back=backoffs, interval=intervals, fused=st.booleans())
     def begin(self, scale, grow, back, interval, fused):
-        self.knobs = (grow, back, interval)
-        self.ours = pa.dynamic_loss_scale(scale, *self.knobs, **NO_BOUNDS)
+        self.options = (grow, back, interval)
+        self.ours = pa.dynamic_loss_scale(scale, *self.options, **NO_BOUNDS)
         self.state = self.ours.init()
         self.scale, self.tracker = torch.tensor(scale), torch.tensor(0, dtype=torch.int32)
-        self.scaler = torch.amp.GradScaler("cpu", scale, *self.knobs)
+        self.scaler = torch.amp.GradScaler("cpu", scale, *self.options)
         self.w = nn.Parameter(torch.zeros(2))
         self.optimizer = torch.optim.SGD([self.w], lr=1.0, fused=fused)
 
     def room(self):
-        return rounded(self.scale.item() * self.knobs[1]) >= SMALLEST
+        return rounded(self.scale.item() * self.options[1]) >= SMALLEST
 
     def move(self, finite):
         """One update of ours, and of torch's tensors."""
@@ -78,7 +78,7 @@ class Scaling(RuleBasedStateMachine):
         assert_trees_bitwise_equal(before, bits)
         assert not {x.data_ptr() for x in before} & {x.data_ptr() for x in self.state}
         found = torch.tensor(float(not finite))
-        torch._amp_update_scale_(self.scale, self.tracker, found, *self.knobs)
+        torch._amp_update_scale_(self.scale, self.tracker, found, *self.options)
 
     @rule(flags=flags)
     def transitions(self, flags):
@@ -143,7 +143,7 @@ TestScaling.settings = settings(
 # Beside a model -------------------------------------------------------------------------
 
 
-class Knobs(NamedTuple):
+class Options(NamedTuple):
     init_scale: float
     growth_factor: float
     backoff_factor: float
@@ -157,29 +157,29 @@ class Knobs(NamedTuple):
 
 
 @st.composite
-def knobs(draw):
+def options(draw):
     low, first, high = sorted(draw(st.tuples(scales, scales, scales)))
-    return Knobs(
+    return Options(
         first, draw(growths), draw(backoffs), draw(intervals), low, high, draw(st.integers(1, 3))
     )
 
 
-def model(knobs, flags):
+def model(options, flags):
     """The rule in Python numbers; a float32 is the double nearest to it."""
-    scale, tracker, budget = knobs.init_scale, 0, knobs.hysteresis
+    scale, tracker, budget = options.init_scale, 0, options.hysteresis
     states = [(scale, tracker, budget)]
     for finite in flags:
         if finite:
             tracker += 1
-            if tracker == knobs.growth_interval:
-                tracker, budget = 0, knobs.hysteresis
-                grown = rounded(scale * knobs.growth_factor)
+            if tracker == options.growth_interval:
+                tracker, budget = 0, options.hysteresis
+                grown = rounded(scale * options.growth_factor)
                 scale = grown if grown != float("inf") else scale
         else:
             tracker, budget = 0, max(budget - 1, 0)
             if budget == 0:
-                scale = rounded(scale * knobs.backoff_factor)
-        scale = min(max(scale, knobs.min_scale), knobs.max_scale)
+                scale = rounded(scale * options.backoff_factor)
+        scale = min(max(scale, options.min_scale), options.max_scale)
         states.append((scale, tracker, budget))
     return states
 
@@ -198,15 +198,15 @@ def numbers(state):
 long = st.lists(st.booleans(), max_size=30)
 
 
-@given(knobs(), long)
-def test_floor_ceiling_and_hysteresis_are_those_of_the_model(knobs, flags):
-    loss_scale = knobs.loss_scale()
+@given(options(), long)
+def test_floor_ceiling_and_hysteresis_are_those_of_the_model(options, flags):
+    loss_scale = options.loss_scale()
     states = run(loss_scale, loss_scale.init(), flags)
-    assert [numbers(state) for state in states] == model(knobs, flags)
-    assert all(knobs.min_scale <= state.scale <= knobs.max_scale for state in states)
+    assert [numbers(state) for state in states] == model(options, flags)
+    assert all(options.min_scale <= state.scale <= options.max_scale for state in states)
 
 
-def test_each_knob_does_what_it_says():
+def test_each_option_does_what_it_says():
     """The model could share a fault with the code; a reader sees these numbers."""
     loss_scale = pa.dynamic_loss_scale(4.0, 2.0, 0.5, 2, min_scale=2.0, max_scale=8.0, hysteresis=2)
     flags = [False, False, False, True, True, True, True, False, True, False, False]
@@ -219,7 +219,7 @@ def test_each_knob_does_what_it_says():
 
 @pytest.mark.parametrize("most", [8.0, LARGEST])
 def test_overflows_are_counted_anew_where_only_a_ceiling_stops_the_growth(most):
-    """The ceiling is the knob, or the largest number."""
+    """The ceiling is the option, or the largest number."""
     loss_scale = pa.dynamic_loss_scale(most, growth_interval=1, max_scale=most, hysteresis=2)
     states = run(loss_scale, loss_scale.init(), [False, True, False, False])
     assert [state.scale.item() / most for state in states] == [1, 1, 1, 1, 0.5]
@@ -256,9 +256,9 @@ def stacked(states):
     return pa.LossScaleState(*map(torch.stack, zip(*states, strict=True)))
 
 
-@given(knobs(), st.lists(flags, min_size=1, max_size=4), st.data())
-def test_many_states_update_at_once_under_vmap(knobs, histories, data):
-    loss_scale = knobs.loss_scale()
+@given(options(), st.lists(flags, min_size=1, max_size=4), st.data())
+def test_many_states_update_at_once_under_vmap(options, histories, data):
+    loss_scale = options.loss_scale()
     states = [run(loss_scale, loss_scale.init(), history)[-1] for history in histories]
     finite = torch.tensor([data.draw(st.booleans()) for _ in states])
     got = torch.func.vmap(loss_scale.update)(stacked(states), finite)

@@ -1,4 +1,4 @@
-"""A loss scale that cannot work is refused where it is made, and says which knob is wrong."""
+"""A loss scale that cannot work is refused where it is made, and says which option is wrong."""
 
 import math
 

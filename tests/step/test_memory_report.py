@@ -57,15 +57,15 @@ NETWORKS = {
 }
 
 
-def made(name, engine="func", **knobs):
+def made(name, engine="func", **options):
     make, shape = NETWORKS[name]
     net = make()
 
     def loss(params, batch):
         return (torch.func.functional_call(net, params, (batch,)) ** 2).mean()
 
-    knobs |= {"microbatch_size": 8, "engine": engine, "check": False}
-    step = pa.make_step(loss, pa.adamw(1e-3), **knobs)
+    options |= {"microbatch_size": 8, "engine": engine, "check": False}
+    step = pa.make_step(loss, pa.adamw(1e-3), **options)
     return step, step.init({k: p.detach() for k, p in net.named_parameters()}), draw(*shape)
 
 

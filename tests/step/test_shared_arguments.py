@@ -37,11 +37,11 @@ def loss(w, x, teacher, beta):
     return pa.Weighted(total, len(x)), seen
 
 
-def made(form, **knobs):
-    key = form, *map(str, knobs.values())
+def made(form, **options):
+    key = form, *map(str, options.values())
     if key not in MADE:
         given_ = {"has_aux": True, "aux_reduction": {"rows": "sum", "top": "max"}}
-        MADE[key] = pa.make_step(loss, pa.sgd(1.0), **(given_ | FORMS[form] | knobs))
+        MADE[key] = pa.make_step(loss, pa.sgd(1.0), **(given_ | FORMS[form] | options))
     return MADE[key]
 
 
@@ -60,8 +60,8 @@ def test_what_is_shared_is_whole_for_every_microbatch(form, seed, sizes, beta):
     x, w, guide = integers(seed, ROWS, 2), torch.tensor([1.0, -2.0]), teacher(seed + 1)
     want = (x.sum(0) * beta + (x @ guide["w"]).sum()) / ROWS
     top, each = x.amax(), loss(w, x, guide, beta)[1]["rows"]
-    knobs = {} if form == "auto" else {"microbatch_size": sizes}
-    step = made(form, **knobs)
+    options = {} if form == "auto" else {"microbatch_size": sizes}
+    step = made(form, **options)
     with unchanged((x, guide)):
         results = [
             step(step.init(w), x, guide, beta),

@@ -82,7 +82,7 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
     grads, value = model.full_batch(kind)
     grads = dense(grads)
     weight = weight_of(kind, model.batch)
-    knobs = {
+    options = {
         "reduction": reduction(kind),
         "loss_scale": scale and pa.dynamic_loss_scale(scale, min_scale=2.0**-20),
         "engine": engine,
@@ -105,12 +105,12 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
             assert new.loss_scale.growth_tracker == applied
 
     sizes = data.draw(compositions(model.rows, empty=True))
-    step = pa.make_step(model.loss(kind), pa.sgd(lr), **knobs)
+    step = pa.make_step(model.loss(kind), pa.sgd(lr), **options)
     new, info = streamed(step, step.init(model.params), pieces(model.batch, sizes))
     check(new, info, len(sizes), kind != "mean" or all(n & (n - 1) == 0 for n in sizes))
 
     for size in (None, *range(1, model.rows + 2)):
-        step = pa.make_step(model.loss(kind), pa.sgd(lr), microbatch_size=size, **knobs)
+        step = pa.make_step(model.loss(kind), pa.sgd(lr), microbatch_size=size, **options)
         new, info = step(step.init(model.params), model.batch)
         exact = kind != "mean" or size is None or size & (size - 1) == 0 or size >= model.rows
         check(new, info, 1 if size is None else -(-model.rows // size), exact)
@@ -121,12 +121,12 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
 def test_all_cuts_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     sums, _ = model.full_batch("sum")
     want = updated(model.params, optree.tree_map(lambda g: g / 13, dense(sums)), 0.25)
-    knobs = {"loss_scale": pa.static_loss_scale(data.draw(scales))}
-    step = pa.make_step(model.loss("mean"), pa.sgd(0.25), **knobs)
+    options = {"loss_scale": pa.static_loss_scale(data.draw(scales))}
+    step = pa.make_step(model.loss("mean"), pa.sgd(0.25), **options)
     parts = pieces(model.batch, data.draw(compositions(13)))
     assert_trees_bitwise_equal(streamed(step, step.init(model.params), parts)[0].params, want)
     size = data.draw(st.integers(1, 12))
-    step = pa.make_step(model.loss("mean"), pa.sgd(0.25), microbatch_size=size, **knobs)
+    step = pa.make_step(model.loss("mean"), pa.sgd(0.25), microbatch_size=size, **options)
     new, info = step(step.init(model.params), model.batch)
     assert_trees_bitwise_equal(new.params, want)
     assert info.weight == 13
@@ -158,8 +158,8 @@ def test_a_step_of_one_microbatch_is_torch_func_untouched(model, size):
 @given(data=st.data(), scale=scales)
 def test_no_optimizer_sees_the_cut_or_the_scale(kind, optimizer, data, scale):
     model = data.draw(models(kind))
-    knobs = {"reduction": reduction(kind)}
-    plain = pa.make_step(model.loss(kind), optimizer, **knobs)
+    options = {"reduction": reduction(kind)}
+    plain = pa.make_step(model.loss(kind), optimizer, **options)
     want, _ = plain(plain.init(model.params), model.batch)
 
     size = data.draw(st.integers(1, model.rows + 1))
@@ -168,7 +168,7 @@ def test_no_optimizer_sees_the_cut_or_the_scale(kind, optimizer, data, scale):
         optimizer,
         microbatch_size=size,
         loss_scale=pa.dynamic_loss_scale(scale, min_scale=2.0**-20),
-        **knobs,
+        **options,
     )
     parts = pieces(model.batch, data.draw(compositions(model.rows)))
     for new, _ in (
@@ -383,7 +383,7 @@ OPTIMIZERS = {
 }
 
 
-KNOBS = {
+OPTIONS = {
     f"{scaled}-{donate}-{buffers}": (scaled, donate, buffers)
     for scaled, donate, buffers in itertools.product(
         (False, True), (False, True), ("freeze", "sequential", "pooled")
@@ -391,7 +391,7 @@ KNOBS = {
 }
 
 
-@each_once("optimizer, scaled, donate, buffers", OPTIMIZERS, KNOBS)
+@each_once("optimizer, scaled, donate, buffers", OPTIMIZERS, OPTIONS)
 def test_a_step_not_applied_changes_no_bit(optimizer, scaled, donate, buffers):
     step = pa.make_step(
         with_buffers,

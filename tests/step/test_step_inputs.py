@@ -45,7 +45,7 @@ def is_gone(tree):
 # Arguments --------------------------------------------------------------------------------
 
 
-def module_step(**knobs):
+def module_step(**options):
     """A module with parameters, buffers and a mode, and a loss that draws."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
     fn = pa.functional(module)
@@ -54,7 +54,7 @@ def module_step(**knobs):
         out, new = fn.apply(params, buffers, batch["x"])
         return ((out[:, 0] - batch["y"]) ** 2).mean(), new
 
-    return module, fn, pa.make_step(loss, microbatch_size=2, keys=True, **knobs)
+    return module, fn, pa.make_step(loss, microbatch_size=2, keys=True, **options)
 
 
 @engines
@@ -280,7 +280,7 @@ def failing(where, at):
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_exception_loses_nothing(name, engine, donate, where, at):
     """In the first microbatch and in a later one; the same state then takes the step."""
-    knobs = {
+    options = {
         "optimizer": OPTIMIZERS[name],
         "microbatch_size": 2,
         "buffers": "sequential",
@@ -288,7 +288,7 @@ def test_an_exception_loses_nothing(name, engine, donate, where, at):
         "donate": donate,
         "loss_scale": pa.dynamic_loss_scale(8.0),
     }
-    broken, sound = (pa.make_step(failing(*it), **knobs) for it in ((where, at), ("", -1)))
+    broken, sound = (pa.make_step(failing(*it), **options) for it in ((where, at), ("", -1)))
     batch, parts = make_batch(5), list(pa.microbatches(make_batch(5), 2))
     held = {"n": torch.tensor(0)}
     state = sound.init(make_params(), held)
@@ -296,7 +296,7 @@ def test_an_exception_loses_nothing(name, engine, donate, where, at):
     with unchanged(state, batch), pytest.raises(BoomError):
         broken(state, batch)
 
-    broken = pa.make_step(failing(where, at), **knobs)
+    broken = pa.make_step(failing(where, at), **options)
     window = broken.begin(state)
     for part in parts[:at]:
         window = broken.update(state, window, part)

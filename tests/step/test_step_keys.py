@@ -49,7 +49,7 @@ def of_kind(kind):
     return loss
 
 
-def make_step(kind, size=None, **knobs):
+def make_step(kind, size=None, **options):
     return pa.make_step(
         of_kind(kind),
         pa.sgd(2.0**-20),
@@ -57,7 +57,7 @@ def make_step(kind, size=None, **knobs):
         keys=True,
         reduction=reduction(kind),
         microbatch_size=size,
-        **knobs,
+        **options,
     )
 
 
@@ -226,9 +226,9 @@ def test_the_loss_may_map_over_its_rows():
 
         return torch.func.vmap(row)(batch["x"], batch["y"], keys).sum()
 
-    knobs = {"reduction": "sum", "keys": True}
+    options = {"reduction": "sum", "keys": True}
     ours = make_step("sum", 3)
-    theirs = pa.make_step(mapped, pa.sgd(2.0**-20), microbatch_size=2, **knobs)
+    theirs = pa.make_step(mapped, pa.sgd(2.0**-20), microbatch_size=2, **options)
     params, batch = make_params(0), make_batch(0)
     a, _ = ours(ours.init(params, seed=3), batch)
     b, _ = theirs(theirs.init(params, seed=3), batch)

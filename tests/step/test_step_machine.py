@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
     ours: Any
     torchs: type[torch.optim.Optimizer]
-    knobs: dict[str, Any]
+    options: dict[str, Any]
     trees: dict[str, str]  # ours to torch's
     moves: float
 
@@ -89,7 +89,7 @@ class Loop:
 
     def __init__(self, module, kind, scaler, reduction, clips):
         self.module, self.reduction, self.clips = module, reduction, clips
-        self.optimizer = kind.torchs(module.parameters(), lr=1.0, **kind.knobs)
+        self.optimizer = kind.torchs(module.parameters(), lr=1.0, **kind.options)
         self.rates = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda count: SCHEDULE(torch.tensor(count)).item()
         )
@@ -181,7 +181,7 @@ class Training(RuleBasedStateMachine):
             return total, new_buffers
 
         def make(size):
-            optimizer = KINDS[kind].ours(SCHEDULE, **KINDS[kind].knobs)
+            optimizer = KINDS[kind].ours(SCHEDULE, **KINDS[kind].options)
             if clips:
                 optimizer = pa.chain(pa.clip_by_global_norm(clips), optimizer)
             return pa.make_step(

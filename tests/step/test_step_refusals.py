@@ -26,13 +26,13 @@ def with_buffers(params, batch, buffers):
     return squares(params, batch), {"n": buffers["n"] + 1}
 
 
-def make(optimizer=None, loss=squares, **knobs):
-    knobs = {"microbatch_size": 2} | knobs
-    return pa.make_step(loss, optimizer or pa.sgd(0.1), **knobs)
+def make(optimizer=None, loss=squares, **options):
+    options = {"microbatch_size": 2} | options
+    return pa.make_step(loss, optimizer or pa.sgd(0.1), **options)
 
 
-def threading(buffers="sequential", **knobs):
-    return make(loss=with_buffers, buffers=buffers, **knobs)
+def threading(buffers="sequential", **options):
+    return make(loss=with_buffers, buffers=buffers, **options)
 
 
 def usable(step, state, *args):
@@ -191,16 +191,16 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_of_another_kind_is_refused(name, donate):
     """Wherever it is given, before the loss is called, which a state that fits goes on with."""
-    knobs, other, (error, words) = STATES[name]
-    loss = Loss(knobs.get("loss", squares))
-    step = make(**knobs | {"loss": loss, "donate": donate})
-    buffers = [BUFFERS] if "buffers" in knobs else []
+    options, other, (error, words) = STATES[name]
+    loss = Loss(options.get("loss", squares))
+    step = make(**options | {"loss": loss, "donate": donate})
+    buffers = [BUFFERS] if "buffers" in options else []
     state = step.init(PARAMS, *buffers)
     window, wrong = step.begin(state), other(step, state)
     for call in entries(step, window):
         with refused(error, *words, given=(wrong, window, BATCH), loss=loss):
             call(wrong)
-    usable(make(**knobs), state, *buffers)
+    usable(make(**options), state, *buffers)
 
 
 SGD, MOMENTUM, ADAM = pa.sgd(0.1), pa.sgd(0.1, momentum=0.9), pa.adam(0.1)
@@ -347,9 +347,9 @@ NONE_ROWS, RAGGED = {"x": torch.tensor(1.0)}, {"x": torch.ones(3, 2), "y": torch
 N = BUFFERS["n"]
 
 
-def returning(out, *words, error=TypeError, batch=BATCH, whole=False, **knobs):
+def returning(out, *words, error=TypeError, batch=BATCH, whole=False, **options):
     """A loss that returns this; what a step with options says to it, and ``whole`` if it alone."""
-    return knobs | {"loss": lambda p, b, **_: out(p, b)}, batch, whole, error, words
+    return options | {"loss": lambda p, b, **_: out(p, b)}, batch, whole, error, words
 
 
 def new_buffers(new, *words, error=ValueError):
@@ -358,8 +358,8 @@ def new_buffers(new, *words, error=ValueError):
 
 
 def aux(out, how, *words, error=ValueError):
-    knobs = AUX | {"aux_reduction": how}
-    return returning(lambda p, b: (squares(p, b), out), *words, error=error, whole=True, **knobs)
+    options = AUX | {"aux_reduction": how}
+    return returning(lambda p, b: (squares(p, b), out), *words, error=error, whole=True, **options)
 
 
 def with_rows(p, b):
@@ -421,12 +421,12 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_batch_or_a_loss_that_does_not_fit_is_refused(name, donate):
     """Whole and streamed, where a stream cannot take it either."""
-    knobs, batch, whole, error, words = CALLS[name]
-    step = make(**knobs | {"donate": donate})
-    buffers = [BUFFERS] if "buffers" in knobs else []
+    options, batch, whole, error, words = CALLS[name]
+    step = make(**options | {"donate": donate})
+    buffers = [BUFFERS] if "buffers" in options else []
     state = step.init(PARAMS, *buffers)
     window = step.begin(state)
-    loss = Loss(squares) if "loss" not in knobs else None
+    loss = Loss(squares) if "loss" not in options else None
     if loss is not None:
         step = make(loss=loss, donate=donate)
     for call in (step, lambda state, batch: step.update(state, window, batch))[: 1 if whole else 2]:

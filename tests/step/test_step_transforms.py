@@ -46,15 +46,15 @@ class Case(NamedTuple):
 
     loss: Callable[..., Any]
     optimizer: Any
-    knobs: dict[str, Any]
+    options: dict[str, Any]
     first: tuple[Any, ...]
 
-    def step(self, **knobs):
-        return pa.make_step(self.loss, self.optimizer, microbatch_size=2, **self.knobs, **knobs)
+    def step(self, **options):
+        return pa.make_step(self.loss, self.optimizer, microbatch_size=2, **self.options, **options)
 
 
-def plain(optimizer, **knobs):
-    return Case(loss, optimizer, knobs, (make_params(),))
+def plain(optimizer, **options):
+    return Case(loss, optimizer, options, (make_params(),))
 
 
 def normed(buffers):
@@ -65,8 +65,8 @@ def normed(buffers):
         out, new_buffers = fn.apply(params, buffers, batch["x"])
         return ((out - batch["y"]) ** 2).sum(-1).mean(), (new_buffers, out)
 
-    knobs = {"has_aux": True, "buffers": buffers, "check": False}
-    return Case(loss, pa.sgd(0.1), knobs, (fn.params, fn.buffers))
+    options = {"has_aux": True, "buffers": buffers, "check": False}
+    return Case(loss, pa.sgd(0.1), options, (fn.params, fn.buffers))
 
 
 CLIPPED = pa.chain(
@@ -177,12 +177,12 @@ RULES = {
 }
 
 
-def after_two_steps(rule, size, knobs):
+def after_two_steps(rule, size, options):
     """The loss on another batch, a function of the learning rate and the first parameters."""
     batches, other = [make_batch(0), make_batch(1)], make_batch(2, 4)
 
     def run(lr, params):
-        step = pa.make_step(loss, rule(lr), microbatch_size=size, **knobs)
+        step = pa.make_step(loss, rule(lr), microbatch_size=size, **options)
         state = step.init(params, seed=1)
         for batch in batches:
             state, _ = step(state, batch)
@@ -196,19 +196,19 @@ def after_two_steps(rule, size, knobs):
 @given(
     seed=seeds(),
     size=st.sampled_from([None, 1, 2]),
-    knobs=st.sampled_from(
+    options=st.sampled_from(
         [{}, {"keys": True}, {"nonfinite": "skip"}, {"loss_scale": pa.static_loss_scale(2.0**10)}]
     ),
 )
-@example(seed=17020, size=None, knobs={})
-def test_derivatives_through_two_steps_are_those_of_differences(rule, size, knobs, seed):
+@example(seed=17020, size=None, options={})
+def test_derivatives_through_two_steps_are_those_of_differences(rule, size, options, seed):
     """Backwards and forwards, beside central differences of the eager run.
 
     A central difference is off by ``c * h**2``, which those of ``2 * h`` and ``4 * h`` tell (one of
     them alone may be close by chance: clipping sets in between), and by the rounding of its two
     values, some units in the last place over ``h``.
     """
-    run = after_two_steps(rule, size, knobs)
+    run = after_two_steps(rule, size, options)
     at = torch.tensor(0.1, dtype=torch.float64), make_params(seed)
     g = generator(seed + 7)
     along = (

@@ -216,8 +216,8 @@ def of_two_rates():
 NAMES = [name for name, _ in NET.named_parameters()]
 
 
-def said(state_dict, words, error=ValueError, optimizer=None, **knobs):
-    return state_dict, optimizer or pa.adamw(0.5), knobs, error, words
+def said(state_dict, words, error=ValueError, optimizer=None, **options):
+    return state_dict, optimizer or pa.adamw(0.5), options, error, words
 
 
 RMSPROP = pa.from_torch(torch.optim.RMSprop, lr=0.5)
@@ -273,10 +273,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused(name):
-    state_dict, optimizer, knobs, error, words = REFUSED[name]
+    state_dict, optimizer, options, error, words = REFUSED[name]
     state = pa.make_step(loss, optimizer).init(FN.params)
     with unchanged(state), pytest.raises(error, match=words):
-        pa.import_state(state, optimizer=state_dict, **knobs)
+        pa.import_state(state, optimizer=state_dict, **options)
 
 
 # Settings, which no state holds ---------------------------------------------------------------

@@ -13,5 +13,5 @@ def squares(w, x):
     return ((x @ w) ** 2).mean()
 
 
-def report_of(loss, params=W, batch=X, **knobs):
-    return check_accumulation(loss, params, batch, raise_on_mismatch=False, **knobs)
+def report_of(loss, params=W, batch=X, **options):
+    return check_accumulation(loss, params, batch, raise_on_mismatch=False, **options)

@@ -108,11 +108,11 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_loop_that_is_right_fits(name):
-    loop, batch, knobs = RIGHT[name]
-    model = knobs.get("model", MODEL)
-    knobs = {key: x for key, x in knobs.items() if key != "model"}
+    loop, batch, options = RIGHT[name]
+    model = options.get("model", MODEL)
+    options = {key: x for key, x in options.items() if key != "model"}
     with unchanged((dict(model.state_dict()), batch)):
-        report = check_training_loop(loop, model, batch, **knobs)
+        report = check_training_loop(loop, model, batch, **options)
     assert report.fits
     assert report.leaves[0].path == "model.0.weight"
     assert all(p.grad is None for p in model.parameters())
@@ -182,7 +182,7 @@ class Fault(NamedTuple):
     kind: str
     batch: Any = FULL
     model: nn.Module = MODEL
-    knobs: dict[str, Any] = {}  # noqa: RUF012
+    options: dict[str, Any] = {}  # noqa: RUF012
 
 
 FAULTS = {
@@ -228,13 +228,13 @@ FAULTS = {
         loop_of(of_rows, last=clip_copies),
         "[transformers #46113](https://github.com/huggingface/transformers/issues/46113)",
         "clips nothing",
-        knobs={"max_norm": 0.0625},
+        options={"max_norm": 0.0625},
     ),
     "squares of microbatches in Adam's second moment": Fault(
         squares,
         "[AdamA](https://arxiv.org/abs/2305.19982)",
         "optimizer statistics",
-        knobs={"optimizer": adamw},
+        options={"optimizer": adamw},
     ),
     "each microbatch projected by itself": Fault(
         projected,
@@ -254,7 +254,7 @@ FAULTS = {
 def test_a_known_fault_is_found_and_named(name):
     fault = FAULTS[name]
     with pytest.raises(AccumulationMismatch, match="does not fit") as caught:
-        check_training_loop(fault.loop, fault.model, fault.batch, **fault.knobs)
+        check_training_loop(fault.loop, fault.model, fault.batch, **fault.options)
     assert not caught.value.report.fits
     assert caught.value.report.diagnoses[0].kind == fault.kind
 
@@ -278,7 +278,7 @@ def test_dropout_is_named():
 
 
 @pytest.mark.parametrize(
-    ("args", "knobs", "error", "words"),
+    ("args", "options", "error", "words"),
     [
         ((3, MODEL, FULL), {}, TypeError, "loop is of type int"),
         ((right, [*MODEL.parameters()], FULL), {}, TypeError, "model is of type list"),
@@ -296,10 +296,10 @@ def test_dropout_is_named():
         ((right, MODEL, FULL), {"splits": [[5, 5]]}, ValueError, "sizes of at least two"),
     ],
 )
-def test_what_is_no_loop_is_refused(args, knobs, error, words):
+def test_what_is_no_loop_is_refused(args, options, error, words):
     try:
         with pytest.raises(error, match=words):
-            check_training_loop(*args, **knobs)
+            check_training_loop(*args, **options)
     finally:
         MODEL.zero_grad()
 

@@ -44,8 +44,8 @@ pytestmark = pytest.mark.laws
 
 def smallest(strategy, shows):
     """What hypothesis would show of a fault; the same in every run and profile."""
-    knobs = settings(max_examples=2000, database=None, phases=[Phase.generate, Phase.shrink])
-    return find(strategy, lambda x: bool(shows(x)), settings=knobs, random=random.Random(0))
+    options = settings(max_examples=2000, database=None, phases=[Phase.generate, Phase.shrink])
+    return find(strategy, lambda x: bool(shows(x)), settings=options, random=random.Random(0))
 
 
 def up_to(strategy, n):

@@ -51,14 +51,14 @@ IN_TURN = [
 @pytest.mark.parametrize(("species", "dtype"), IN_TURN)
 def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(species, dtype):
     """By differences, but of weight_norm, whose second derivative is wrong in torch itself."""
-    loss, params, batch, knobs = species.make(dtype, seed=0)
+    loss, params, batch, options = species.make(dtype, seed=0)
     report = check_accumulation(
         loss,
         params,
         batch,
         finite_differences=True,
         raise_on_mismatch=False,
-        **knobs | {"splits": 1},
+        **options | {"splits": 1},
     )
     is_wrong = species.name == "weight_norm"
     assert report.fits == (not is_wrong), report
@@ -66,7 +66,7 @@ def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(species, dtype):
 
     def total(params, batch):
         out = loss(params, batch)
-        out = out[0] if knobs.get("has_aux") else out
+        out = out[0] if options.get("has_aux") else out
         return out.total if isinstance(out, pa.Weighted) else out
 
     def row(params, batch):
@@ -91,10 +91,10 @@ def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(species, dtype):
 
 def examined(species, dtype):
     """The report, once it is sure that to make it has changed nothing."""
-    loss, params, batch, knobs = species.make(dtype, seed=0)
+    loss, params, batch, options = species.make(dtype, seed=0)
     held = list(reachable((loss, params, batch)))
     before = [bits(x) for x in held], everybodys()
-    report = check_accumulation(loss, params, batch, raise_on_mismatch=False, **knobs)
+    report = check_accumulation(loss, params, batch, raise_on_mismatch=False, **options)
     after = [bits(x) for x in held], everybodys()
     torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
     assert str(report).startswith("fits" if report.fits else "does not fit")

@@ -30,7 +30,7 @@ class Species(NamedTuple):
         kind: What the diagnosis has to be; empty for a loss that fits.
         says: What the diagnosis has to name: a module, a function, a variable.
         dtypes: In which the loss runs.
-        knobs: For ``check_accumulation``.
+        options: For ``check_accumulation``.
     """
 
     name: str
@@ -38,21 +38,21 @@ class Species(NamedTuple):
     kind: str
     says: str
     dtypes: tuple[torch.dtype, ...]
-    knobs: dict[str, Any]
+    options: dict[str, Any]
 
     def make(self, dtype, seed):
         torch.manual_seed(seed)
-        return *self.recipe(dtype), self.knobs
+        return *self.recipe(dtype), self.options
 
 
 ZOO = []
 
 
-def fits(dtypes=DTYPES, of=None, **knobs):
-    return fails("", dtypes=dtypes, of=of, **knobs)
+def fits(dtypes=DTYPES, of=None, **options):
+    return fails("", dtypes=dtypes, of=of, **options)
 
 
-def fails(kind, says="", dtypes=DTYPES[:2], of=None, **knobs):
+def fails(kind, says="", dtypes=DTYPES[:2], of=None, **options):
     """A loss whose accumulation is wrong: the kind of the diagnosis, and what it has to name.
 
     What is decorated is a recipe; or, with ``of(dtype) -> (params, batch)``, the loss itself.
@@ -61,7 +61,7 @@ def fails(kind, says="", dtypes=DTYPES[:2], of=None, **knobs):
     def enter(func):
         recipe = func if of is None else lambda dtype: (func, *of(dtype))
         species = Species(
-            name=func.__name__, recipe=recipe, kind=kind, says=says, dtypes=dtypes, knobs=knobs
+            name=func.__name__, recipe=recipe, kind=kind, says=says, dtypes=dtypes, options=options
         )
         ZOO.append(species)
         return func

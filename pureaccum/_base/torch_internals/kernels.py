@@ -43,10 +43,10 @@ foreach_norm = torch._foreach_norm  # pyright: ignore
 foreach_zero_ = torch._foreach_zero_  # pyright: ignore
 
 
-def fused_adam(decoupled: bool, *columns: list[Tensor], **knobs: Any) -> None:
+def fused_adam(decoupled: bool, *columns: list[Tensor], **options: Any) -> None:
     """What ``torch.optim.adam.adam`` comes to for leaves of one kind, in a fifth of its time."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_  # pyright: ignore
-    kernel(*columns, **knobs)
+    kernel(*columns, **options)
 
 
 def finite_by_one_kernel(tensors: list[Tensor]) -> Tensor:
