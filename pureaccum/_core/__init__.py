@@ -6,10 +6,10 @@ end in ``sums``, in one of two ``windows``, and all else that they come to in a 
 stream that is the ``accumulator``, over a batch at hand ``whole_batch``, of which ``transforms``
 makes ``grad``; ``evaluation`` has ``value``, without gradients.
 ``microbatch`` is the primitive: its ``arguments`` are cut, its ``outputs`` are put together by the
-words of ``reductions``, and its derivatives follow the ``rule`` (``attachment``); ``remat`` is the
-same with one piece. A function that is run again sees what it saw (``recomputation``), wherever it
-finds it (``closures``, ``called_modules``; where no graph tells, ``watch``), and writes to nothing
-that is not its own (``writes``). A loss is asked whether it may be cut (``coupling``), and told why
-not (``causes``). Results have a ``history`` that plain autograd follows. Whether derivatives are
-those of the numbers is said by ``differences``.
+reductions of ``reductions``, and its derivatives follow the ``rule`` (``attachment``); ``remat`` is
+the same with one piece. A function that is run again sees what it saw (``recomputation``), wherever
+it finds it (``closures``, ``called_modules``; where no graph tells, ``watch``), and writes to
+nothing that is not its own (``writes``). A loss is asked whether it may be cut (``coupling``), and
+told why not (``causes``). Results have a ``history`` that plain autograd follows. Whether
+derivatives are those of the numbers is said by ``differences``.
 """

@@ -50,7 +50,7 @@ def value(  # noqa: D417
 
     The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
     With a size, or a stream, nothing is recorded for a later backward pass: see
-    ``grad_and_value``. Metrics go into aux, each a ``Weighted`` of its own, or a word.
+    ``grad_and_value``. Metrics go into aux, each a ``Weighted`` of its own, or a reduction.
 
     Args:
         func, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction: As for

@@ -2,7 +2,7 @@
 
     sums of gradients, total, weight, counts, squares      added
     buffers and moments, the rows so far                    carried from one microbatch to the next
-    aux                                                     reduced by its words
+    aux                                                     reduced by its reductions
 
 Each begins with nothing, is entered microbatch by microbatch, and is finished once; two of them are
 merged by ``merged`` and its kin, wherever they come from: another rank, a file.

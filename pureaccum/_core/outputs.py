@@ -33,11 +33,11 @@ _LEAF = trees.flatten(0)[1]
 
 
 class Alike(NamedTuple):
-    """What is decided once for microbatches of tensors: their structure, and a word for each."""
+    """What is decided once for microbatches of tensors: structure, and a reduction for each."""
 
     spec: optree.PyTreeSpec
     looks: list[reductions.Look]
-    words: list[str]
+    reductions: list[str]
 
 
 class Counted(NamedTuple):
@@ -74,7 +74,7 @@ class Whole:
 
 
 class Outputs:
-    """The outputs of several microbatches, by the words of ``reduce``."""
+    """The outputs of several microbatches, by the reductions of ``reduce``."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Outputs:
         """Forget what was taken."""
         self.form: rule.Form | None = None
         self.alike: Alike | None = None
-        self.parts = reductions.WordParts(self.reduce, "reduce", "out", "what func returned")
+        self.parts = reductions.Subtrees(self.reduce, "reduce", "out", "what func returned")
         self.states: dict[int, Any] = {}  # of the users' reducers
         self.followed: list[Tensor] = []  # what they were given that transforms differentiate
 
@@ -100,16 +100,19 @@ class Outputs:
         if self.alike is not None and self.sizes[p] == self.sizes[0]:
             leaves, spec = ([out], _LEAF) if type(out) is Tensor else trees.flatten(out)
             if spec == self.alike.spec and all(map(_looks_like, leaves, self.alike.looks)):
-                pairs = zip(leaves, self.alike.words, strict=True)
-                return [x if word == "concat" else self.cut(p, x, word)[0] for x, word in pairs], ()
+                pairs = zip(leaves, self.alike.reductions, strict=True)
+                return [
+                    x if reduction == "concat" else self.cut(p, x, reduction)[0]
+                    for x, reduction in pairs
+                ], ()
         taken: list[Taken] = []
         keeps: list[Tensor] = []
         for n, part in enumerate(self.parts.of(out, f" for microbatch {p}")):
-            if not reductions.is_reducer(part.word):
+            if not reductions.is_reducer(part.reduction):
                 for i, x in enumerate(part.leaves):
                     taken += self.take_leaf(p, n, i, x, keeps, repeated)
             elif not repeated:
-                self.reduce_part(p, n, part.word, part.leaves[0])
+                self.reduce_part(p, n, part.reduction, part.leaves[0])
         outs, cuts, groups = zip(*taken, strict=True) if taken else ((), (), ())
         if not repeated and p == 0:
             self.form = rule.Form((), cuts, groups)
@@ -121,43 +124,43 @@ class Outputs:
         if torch.compiler.is_dynamo_compiling():
             return None
         looks = [look for part in self.parts.looks for look in part.leaves]
-        words = [part.word for part in self.parts.looks for _ in part.leaves]
-        plain = all(isinstance(look, reductions.Look) for look in looks) and "last" not in words
-        return Alike(trees.flatten(out)[1], looks, words) if plain else None
+        chosen = [part.reduction for part in self.parts.looks for _ in part.leaves]
+        plain = all(isinstance(look, reductions.Look) for look in looks) and "last" not in chosen
+        return Alike(trees.flatten(out)[1], looks, chosen) if plain else None
 
     def take_leaf(
         self, p: int, n: int, i: int, x: Any, keeps: list[Tensor], repeated: bool
     ) -> list[Taken]:
-        """What is taken of leaf ``i`` below word ``n`` of one microbatch."""
-        word, like = self.parts.looks[n].word, self.parts.looks[n].leaves[i]
+        """What is taken of leaf ``i`` below reduction ``n`` of one microbatch."""
+        reduction, like = self.parts.looks[n].reduction, self.parts.looks[n].leaves[i]
         if isinstance(x, losses.Weighted):
             total, weight = losses.terms_of(x, partial(self.parts.name_of, n, i))
             keeps.append(losses.counts(total, weight))
             total = torch.where(keeps[-1], total, 0.0).double()
             return [(total, "whole", len(keeps)), (weight, "whole", 0)]
-        if _is_number(x, word):
+        if _is_number(x, reduction):
             x = torch.tensor(x, dtype=reductions.dtype_of_number(x))
         if isinstance(x, Tensor):
             self.parts.check(x, n, i, self.sizes[p], self.dim)
-            if word == "last" and repeated and p + 1 < len(self.sizes):
+            if reduction == "last" and repeated and p + 1 < len(self.sizes):
                 x = torch.zeros_like(x)
-            return [(*self.cut(p, x, word), 0)]
+            return [(*self.cut(p, x, reduction), 0)]
         if x != like:
             raise TypeError(
                 f"{self.parts.name_of(n, i)} is {x!r} after {like!r} in a microbatch before; what "
-                f"is no tensor has to be the same in all of them, {word!r} or not."
+                f"is no tensor has to be the same in all of them, {reduction!r} or not."
             )
         return []
 
-    def cut(self, p: int, x: Tensor, word: str) -> tuple[Tensor, gathered.Cut]:
+    def cut(self, p: int, x: Tensor, reduction: str) -> tuple[Tensor, gathered.Cut]:
         """What is summed or laid end to end of a leaf, and which of these."""
-        if word == "concat":
+        if reduction == "concat":
             return x, gathered.Rows(self.dim % x.dim(), host=self.host, over=self.over)
-        if word in ("stack", "max", "min"):
+        if reduction in ("stack", "max", "min"):
             return x.unsqueeze(0), gathered.Rows(0, each=True)
-        if word == "last":
+        if reduction == "last":
             return x, "last"
-        if word == "mean" and len(self.sizes) > 1:  # that of one microbatch stays, to the bit
+        if reduction == "mean" and len(self.sizes) > 1:  # that of one microbatch stays, to the bit
             return x.to(trees.sum_dtype(x) if trees.continuous(x) else torch.float64) * self.sizes[
                 p
             ], "whole"
@@ -181,28 +184,28 @@ class Outputs:
         """The outputs for the whole batch, as functions of ``operands``."""
         results: list[Any] = []
         rest = iter(outs)
-        for n, (word, looks, spec) in enumerate(self.parts.looks):
-            if reductions.is_reducer(word):
+        for n, (reduction, looks, spec) in enumerate(self.parts.looks):
+            if reductions.is_reducer(reduction):
                 by = [*operands, *self.followed]
-                result = word.finalize(self.states[n])
+                result = reduction.finalize(self.states[n])
                 results.append(trees.tree_map(lambda x, by=by: _without_gradient(x, by), result))
             else:
                 results.append(
-                    trees.unflatten(spec, [self.finish_leaf(word, x, rest) for x in looks])
+                    trees.unflatten(spec, [self.finish_leaf(reduction, x, rest) for x in looks])
                 )
         return self.parts.replaced(results)
 
-    def finish_leaf(self, word: str, like: Any, rest: Iterator[Tensor]) -> Any:
+    def finish_leaf(self, reduction: str, like: Any, rest: Iterator[Tensor]) -> Any:
         """One leaf for the whole batch."""
         if isinstance(like, losses.Weighted):
             total, weight = next(rest), next(rest)
             return losses.mean_value(total, losses.divisor(weight)).to(like.total)
-        if not isinstance(like, reductions.Look) and not _is_number(like, word):
+        if not isinstance(like, reductions.Look) and not _is_number(like, reduction):
             return like
         x = next(rest)
-        if word in ("max", "min"):
-            return x.amax(0) if word == "max" else x.amin(0)
-        if word == "mean" and len(self.sizes) > 1:
+        if reduction in ("max", "min"):
+            return x.amax(0) if reduction == "max" else x.amin(0)
+        if reduction == "mean" and len(self.sizes) > 1:
             return reductions.with_dtype_of(like, x / sum(self.sizes))
         return x
 
@@ -217,9 +220,9 @@ def _is_differentiated(x: Tensor) -> bool:
     return tangents or functorch.wants_gradient(x)
 
 
-def _is_number(x: Any, word: str) -> bool:
-    """Whether a leaf is a Python number that a word makes a tensor of."""
-    return isinstance(x, (bool, int, float)) and word in ("sum", "mean", "max", "min")
+def _is_number(x: Any, reduction: str) -> bool:
+    """Whether a leaf is a Python number that a reduction makes a tensor of."""
+    return isinstance(x, (bool, int, float)) and reduction in ("sum", "mean", "max", "min")
 
 
 # What has no derivative -------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""How values are reduced over microbatches: a word for each leaf, or a reducer of the user's own.
+"""How values are reduced over microbatches: by a named reduction, or a reducer of the user's own.
 
-The same words and reducers serve what a microbatched function returns, the aux of a loss, and the
-gradients of single samples. The aux of a stream is folded as the microbatches come: ``"mean"``
+The same reductions and reducers serve what a microbatched function returns, the aux of a loss, and
+the gradients of single samples. The aux of a stream is folded as the microbatches come: ``"mean"``
 weighs each of them as the loss does, and only ``"concat"`` and ``"stack"`` keep what they saw.
 """
 
@@ -62,7 +62,7 @@ class Reducer(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """What a word makes of aux, whose values come stacked along dim 0, with a weight for each."""
+    """What a reduction makes of aux, whose values come stacked along dim 0, each with a weight."""
 
     of: Callable[[Tensor, Tensor], Any]
     merge: Callable[[Any, Any], Any]
@@ -75,7 +75,7 @@ def _weighed(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(each != 0, terms * each, 0.0).sum(0), weights.sum()
 
 
-WORDS = {
+REDUCTIONS = {
     "concat": Fold(lambda x, _: [x.flatten(0, 1)], add, torch.cat),
     "sum": Fold(lambda x, _: x.to(sum_dtype(x)).sum(0), add),
     "mean": Fold(
@@ -91,16 +91,17 @@ WORDS = {
 
 
 def check_reduce(reduce: Tree, name: str = "reduce") -> None:
-    """Check the words of a prefix tree."""
-    words: list[Any] = optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
-    if not words:
+    """Check the reductions of a prefix tree."""
+    reductions: list[Any] = optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
+    if not reductions:
         raise ValueError(
-            f"{name} is {reduce!r}, which holds no word; expected one, or a tree of them."
+            f"{name} is {reduce!r}, which holds no reduction; expected one, or a tree of them."
         )
-    for word in words:
-        if not is_reducer(word) and (not isinstance(word, str) or word not in WORDS):
-            expected = " or ".join(map(repr, WORDS))
-            raise ValueError(f"{name} is {word!r}; expected {expected}, or a Reducer.")
+    for reduction in reductions:
+        known = isinstance(reduction, str) and reduction in REDUCTIONS
+        if not (known or is_reducer(reduction)):
+            expected = " or ".join(map(repr, REDUCTIONS))
+            raise ValueError(f"{name} is {reduction!r}; expected {expected}, or a Reducer.")
 
 
 def is_reducer(x: Any) -> TypeGuard[Reducer]:
@@ -108,7 +109,7 @@ def is_reducer(x: Any) -> TypeGuard[Reducer]:
     return isinstance(x, Reducer)
 
 
-# What is below the words -----------------------------------------------------------------------
+# What is below the reductions ------------------------------------------------------------------
 
 
 class Look(NamedTuple):
@@ -118,16 +119,16 @@ class Look(NamedTuple):
     dtype: torch.dtype
 
 
-class WordPart(NamedTuple):
-    """What is below a word: leaves, of which a ``Weighted`` is one; all that a Reducer takes is."""
+class Subtree(NamedTuple):
+    """The leaves below a reduction: a ``Weighted`` is one, and so is all that a Reducer takes."""
 
-    word: Any
+    reduction: Any
     leaves: list[Any]
     spec: optree.PyTreeSpec
 
 
-class WordParts:
-    """What is returned for each microbatch, in parts: one for each word of a prefix tree.
+class Subtrees:
+    """What is returned for each microbatch, in parts: one for each reduction of a prefix tree.
 
     Attributes:
         looks: The parts of the first microbatch, with a ``Look`` in place of each tensor: those of
@@ -140,18 +141,16 @@ class WordParts:
     ) -> None:
         self.reduce, self.stacked = reduce, stacked
         self.option, self.root, self.returned = option, root, returned  # as errors call them
-        self.looks: list[WordPart] = []
+        self.looks: list[Subtree] = []
 
-    def of(self, tree: Tree, where: str = "") -> list[WordPart]:
-        """What is below each word.
+    def of(self, tree: Tree, where: str = "") -> list[Subtree]:
+        """What is below each reduction; by a map, since dynamo takes no treespec of a dict."""
+        parts: list[Subtree] = []
 
-        With ``tree_map``: torch's compiler takes no treespec of a dict.
-        """
-        parts: list[WordPart] = []
-
-        def take(word: Any, part: Tree) -> None:
-            is_leaf = (lambda _: True) if isinstance(word, Reducer) else losses.is_weighted
-            parts.append(WordPart(word, *optree.tree_flatten(part, is_leaf, namespace=NAMESPACE)))
+        def take(reduction: Any, part: Tree) -> None:
+            is_leaf = (lambda _: True) if isinstance(reduction, Reducer) else losses.is_weighted
+            flat = optree.tree_flatten(part, is_leaf, namespace=NAMESPACE)
+            parts.append(Subtree(reduction, *flat))
 
         try:
             _map(take, self.reduce, tree)
@@ -160,9 +159,9 @@ class WordParts:
                 f"{self.option}={self.reduce!r} is no prefix of {self.returned}: {error}"
             ) from error
         if not self.looks:
-            for word, leaves, spec in parts:  # what a Reducer takes has no look
-                looks = [None if isinstance(word, Reducer) else self.look(x) for x in leaves]
-                self.looks.append(WordPart(word, looks, spec))
+            for reduction, leaves, spec in parts:  # what a Reducer takes has no look
+                looks = [None if isinstance(reduction, Reducer) else self.look(x) for x in leaves]
+                self.looks.append(Subtree(reduction, looks, spec))
         elif not torch.compiler.is_dynamo_compiling():  # 2.11 compiles no ==
             for part, like in zip(parts, self.looks, strict=True):
                 if part.spec != like.spec or _means(part) != _means(like):
@@ -179,66 +178,66 @@ class WordParts:
         return Look(tuple(x.shape[self.stacked :]), x.dtype) if isinstance(x, Tensor) else x
 
     def check(self, x: Any, n: int, i: int, rows: int, dim: int = 0) -> None:
-        """Raise where word ``n`` cannot reduce leaf ``i`` below it, or would broadcast it."""
-        word, like, its = self.looks[n].word, self.looks[n].leaves[i], self.look(x)
+        """Raise where reduction ``n`` cannot reduce leaf ``i`` below it, or would broadcast it."""
+        reduction, like, its = self.looks[n].reduction, self.looks[n].leaves[i], self.look(x)
         self.check_alone(x, its, n, i, rows, dim)
-        if word == "last" or not (isinstance(its, Look) and isinstance(like, Look)):
+        if reduction == "last" or not (isinstance(its, Look) and isinstance(like, Look)):
             return
         shape, before = [*its.shape], [*like.shape]
-        if word == "concat" and len(shape) == len(before):
+        if reduction == "concat" and len(shape) == len(before):
             del shape[dim], before[dim]
         kind = "shape" if shape != before else "" if its.dtype == like.dtype else "dtype"
         if kind == "shape" or (kind and not self.stacked):
             raise ValueError(
                 f"{self.name_of(n, i)} has {kind} {getattr(its, kind)} after {getattr(like, kind)} "
-                f"in a microbatch before, and {self.option}={word!r} needs one {kind}. A leaf with "
-                "one row per sample takes 'concat'."
+                f"in a microbatch before, and {self.option}={reduction!r} needs one {kind}. A leaf "
+                "with one row per sample takes 'concat'."
             )
 
     def check_alone(self, x: Any, its: Any, n: int, i: int, rows: int, dim: int) -> None:
-        """Raise where the word cannot reduce such a leaf, whatever it was before; ``its`` look."""
-        word, wrong = self.looks[n].word, ""
-        if word in ("concat", "stack") and not isinstance(its, Look):
+        """Raise where the reduction cannot reduce a leaf of this look, whatever it was before."""
+        reduction, wrong = self.looks[n].reduction, ""
+        if reduction in ("concat", "stack") and not isinstance(its, Look):
             wrong = f"is a {type(x).__name__}"
-        elif word == "concat":
+        elif reduction == "concat":
             dims = len(its.shape)
             if not (-dims <= dim < dims and its.shape[dim] == rows):
                 wrong = f"has shape {its.shape} for a microbatch of {rows} rows"
         if wrong:
-            needed = f"one row per sample along dim {dim}" if word == "concat" else "a tensor"
+            needed = f"one row per sample along dim {dim}" if reduction == "concat" else "a tensor"
             raise ValueError(
-                f"{self.name_of(n, i)} {wrong}, and {self.option}={word!r} needs {needed}. Name "
-                f"what is meant in {self.option}: 'sum', 'mean', 'max', 'min', 'stack' (one entry "
-                "per microbatch) or 'last', for all leaves or as a tree of words; or return "
-                "Weighted(total, weight)."
+                f"{self.name_of(n, i)} {wrong}, and {self.option}={reduction!r} needs {needed}. "
+                f"Name what is meant in {self.option}: 'sum', 'mean', 'max', 'min', 'stack' (one "
+                "entry per microbatch) or 'last', for all leaves or as a tree of reductions; or "
+                "return Weighted(total, weight)."
             )
         if not isinstance(its, (Look, int, float)):
             raise TypeError(
-                f"{self.name_of(n, i)} is a {type(x).__name__}, which has no {word}; name 'last' "
-                f"for it in {self.option}."
+                f"{self.name_of(n, i)} is a {type(x).__name__}, which has no {reduction}; name "
+                f"'last' for it in {self.option}."
             )
 
     def name_of(self, n: int, i: int) -> str:
-        """The path to leaf ``i`` below word ``n``, as a user would write it."""
-        words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
-        return paths(self.looks[n].spec, paths(words, self.root)[n])[i]
+        """The path to leaf ``i`` below reduction ``n``, as a user would write it."""
+        reductions = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
+        return paths(self.looks[n].spec, paths(reductions, self.root)[n])[i]
 
     def replaced(self, results: list[Any]) -> Tree:
-        """The prefix tree, with a result in place of each word."""
+        """The prefix tree, with a result in place of each reduction."""
         rest = iter(results)
-        return _map(lambda _word: next(rest), self.reduce)
+        return _map(lambda _: next(rest), self.reduce)
 
 
 def _map(func: Callable[..., Any], reduce: Tree, *trees: Tree) -> Tree:
     return optree.tree_map(func, reduce, *trees, is_leaf=is_reducer, namespace=NAMESPACE)
 
 
-def _means(part: WordPart) -> list[bool]:
+def _means(part: Subtree) -> list[bool]:
     return [*map(losses.is_weighted, part.leaves)]
 
 
 def dtype_of_number(x: float) -> torch.dtype:
-    """The dtype of a Python number, where a word makes a tensor of it."""
+    """The dtype of a Python number, where a reduction makes a tensor of it."""
     return torch.float64 if isinstance(x, float) else torch.int64
 
 
@@ -254,7 +253,7 @@ def with_dtype_of(like: Any, x: Tensor) -> Tensor:
 class AuxState(NamedTuple):
     """What has been reduced so far."""
 
-    parts: WordParts
+    parts: Subtrees
     states: list[list[Any]]  # of the leaves of each part
     over: Over  # the ranks of which each cuts its own rows
 
@@ -308,7 +307,7 @@ def fold_stack(
         returned = "the aux that the loss returned"
         if not tree_leaves(stack.aux):
             returned = "no aux that has leaves; with has_aux=True a loss returns one beside it"
-        made = WordParts(reduction, "aux_reduction", "aux", returned, stacked=True)
+        made = Subtrees(reduction, "aux_reduction", "aux", returned, stacked=True)
         parts = made.of(stack.aux)
         state = AuxState(made, [[None] * len(part.leaves) for part in parts], over)
     states = [
@@ -321,32 +320,32 @@ def fold_stack(
 def finish_aux(state: AuxState) -> Tree:
     """The reduced aux."""
     results: list[Any] = []
-    for (word, looks, spec), states in zip(state.parts.looks, state.states, strict=True):
+    for (reduction, looks, spec), states in zip(state.parts.looks, state.states, strict=True):
         pairs = zip(states, looks, strict=True)
-        results.append(unflatten(spec, [_finished(word, *pair, state.over) for pair in pairs]))
+        results.append(unflatten(spec, [_finished(reduction, *pair, state.over) for pair in pairs]))
     return state.parts.replaced(results)
 
 
 def _reduced(state: AuxState, n: int, i: int, leaf: Any, stack: Stack, rows: int) -> Any:
-    """What has been reduced of leaf ``i`` below word ``n``, with several more values."""
+    """What has been reduced of leaf ``i`` below reduction ``n``, with several more values."""
     parts, before = state.parts, state.states[n][i]
-    word = parts.looks[n].word
-    if is_reducer(word):
+    reduction = parts.looks[n].reduction
+    if is_reducer(reduction):
         leaf = tree_map(lambda x: _numbers(x, stack.share), leaf)
-        before = word.init(tree_map(lambda x: x[0], leaf)) if before is None else before
-        return word.update(before, leaf, stack.share)
+        before = reduction.init(tree_map(lambda x: x[0], leaf)) if before is None else before
+        return reduction.update(before, leaf, stack.share)
     if isinstance(leaf, losses.Weighted):
         return _terms(before, leaf, stack, partial(parts.name_of, n, i))
-    if word == "last" and not isinstance(leaf, Tensor):
+    if reduction == "last" and not isinstance(leaf, Tensor):
         return leaf
-    if word != "concat" and dtensors.is_sharded(leaf):
+    if reduction != "concat" and dtensors.is_sharded(leaf):
         leaf = leaf.full_tensor()
     parts.check(leaf, n, i, rows)
     leaf = _numbers(leaf, stack.share)
-    if stack.finite is not None and word in ("sum", "max", "min"):
+    if stack.finite is not None and reduction in ("sum", "max", "min"):
         finite = stack.finite.view(-1, *[1] * (leaf.dim() - 1))
-        leaf = torch.where(finite, leaf, _neutral(leaf.dtype, word))
-    fold = WORDS[word]
+        leaf = torch.where(finite, leaf, _neutral(leaf.dtype, reduction))
+    fold = REDUCTIONS[reduction]
     more = fold.of(leaf, stack.share)
     return more if before is None else fold.merge(before, more)
 
@@ -368,16 +367,16 @@ def _terms(state: Any, leaf: losses.Weighted, stack: Stack, name: Callable[[], s
     return totals, weights
 
 
-def _neutral(dtype: torch.dtype, word: str) -> Any:
+def _neutral(dtype: torch.dtype, reduction: str) -> Any:
     """The value that changes nothing, in place of one that is skipped."""
-    if word == "sum":
+    if reduction == "sum":
         return 0
     if dtype == torch.bool:
-        return word == "min"
+        return reduction == "min"
     least, most = -torch.inf, torch.inf
     if not dtype.is_floating_point:
         least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    return least if word == "max" else most
+    return least if reduction == "max" else most
 
 
 def _numbers(leaf: Any, like: Tensor) -> Any:
@@ -387,14 +386,15 @@ def _numbers(leaf: Any, like: Tensor) -> Any:
     return torch.full(like.shape, leaf, dtype=dtype_of_number(leaf), device=like.device)
 
 
-def _finished(word: Any, state: Any, like: Any, over: Over) -> Any:
-    if is_reducer(word):
-        return word.finalize(state)
+def _finished(reduction: Any, state: Any, like: Any, over: Over) -> Any:
+    if is_reducer(reduction):
+        return reduction.finalize(state)
     if isinstance(like, losses.Weighted):
         return losses.mean_value(state[0], losses.divisor(state[1])).to(like.total)
-    if word == "last" and not isinstance(like, Look):
+    if reduction == "last" and not isinstance(like, Look):
         return state
-    if word == "concat" and len(state) > 1 and over != NOWHERE and dtensors.is_sharded(state[0]):
+    joined = reduction == "concat" and len(state) > 1
+    if joined and over != NOWHERE and dtensors.is_sharded(state[0]):
         return sharded_rows.join_rows(state, over)
-    result = WORDS[word].end(state)
-    return with_dtype_of(like, result) if word in ("sum", "mean") else result
+    result = REDUCTIONS[reduction].end(state)
+    return with_dtype_of(like, result) if reduction in ("sum", "mean") else result

@@ -71,8 +71,9 @@ def grad_and_value(
             each; or ``"auto"``, as many as memory allows: see ``make_step``.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample, else
-            ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one word, or
-            a tree of words that is a prefix of aux. Without a size aux stays as it is.
+            ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one
+            reduction, or a tree of reductions that is a prefix of aux. Without a size aux stays as
+            it is.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
         nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``.
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses;

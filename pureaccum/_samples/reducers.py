@@ -85,7 +85,7 @@ class ChunkReducer(NamedTuple):
 
 
 def read_reduce(reduce: Any) -> ChunkReducer:
-    """The reducer that a word stands for, or one of the user's."""
+    """The reducer that a reduction stands for, or one of the user's."""
     if isinstance(reduce, str) and reduce in REDUCERS:
         return REDUCERS[reduce]
     if reductions.is_reducer(reduce):

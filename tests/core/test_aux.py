@@ -1,4 +1,4 @@
-"""What becomes of aux: each word of ``aux_reduction``, against the same thing by hand."""
+"""What becomes of aux: each reduction of ``aux_reduction``, against the same thing by hand."""
 
 from fractions import Fraction
 
@@ -31,8 +31,8 @@ def data(seed, rows):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @given(seeds(), st.integers(1, 12), st.integers(1, 13))
-def test_each_word_reduces_as_its_loop_does(transform, seed, rows, size):
-    """As a prefix tree: one word for a whole subtree, and words inside a tuple."""
+def test_each_reduction_reduces_as_its_loop_does(transform, seed, rows, size):
+    """As a prefix tree: one reduction for a whole subtree, and reductions inside a tuple."""
 
     def loss(w, x):
         tops = {"x": x.max(), "count": len(x), "low": x.amin(0)}
@@ -42,10 +42,10 @@ def test_each_word_reduces_as_its_loop_does(transform, seed, rows, size):
             "pair": (x.amax(0), ("a word", x.sum(), 3)),
         }
 
-    words = {"rows": "concat", "sums": "sum", "pair": ("stack", "last")}
+    reductions = {"rows": "concat", "sums": "sum", "pair": ("stack", "last")}
     w, x = data(seed, rows)
     parts = x.split(size)
-    aux = transformed(transform, loss, microbatch_size=size, aux_reduction=words)(w, x)
+    aux = transformed(transform, loss, microbatch_size=size, aux_reduction=reductions)(w, x)
     assert_trees_bitwise_equal(aux["rows"], {"x": x, "more": [x[:, 0].long()]})
     assert aux["sums"]["x"] == sum(part.max() for part in parts)
     assert aux["sums"]["count"] == rows
@@ -90,12 +90,12 @@ LEAVES = st.tuples(
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @given(
     leaves=st.dictionaries(st.sampled_from("abcd"), LEAVES, min_size=1),
-    word=st.sampled_from(["sum", "mean", "stack", "last"]),
+    reduction=st.sampled_from(["sum", "mean", "stack", "last"]),
     size=st.sampled_from([1, 2, 4]),
     seed=seeds(),
 )
 def test_a_leaf_comes_out_in_the_shape_and_the_dtype_of_its_kind(
-    transform, leaves, word, size, seed
+    transform, leaves, reduction, size, seed
 ):
     """As by hand, of any leaf: integers over two to the something microbatches round nowhere."""
     parts = 4 // size
@@ -115,23 +115,25 @@ def test_a_leaf_comes_out_in_the_shape_and_the_dtype_of_its_kind(
 
     def by_hand(name):
         every = [leaf(name, i) for i in range(parts)]
-        if word == "last":
+        if reduction == "last":
             return every[-1]
         stacked = torch.stack([torch.as_tensor(x) for x in every])
-        if word == "stack":
+        if reduction == "stack":
             return stacked
         kind = leaves[name][0]
         summed = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64).sum(0)
-        if word == "mean":
+        if reduction == "mean":
             return (summed / parts).to(kind if kind in FLOATS else torch.float64)
         whole = torch.float64 if kind is float else torch.int64
         return summed.to(kind if kind in FLOATS else whole)
 
-    if word == "stack":  # of tensors alone
+    if reduction == "stack":  # of tensors alone
         leaves = {k: x for k, x in leaves.items() if isinstance(x[0], torch.dtype)}
     numbers = torch.arange(parts).repeat_interleave(size)
     x = torch.stack([numbers, numbers], 1).float()
-    aux = transformed(transform, loss, microbatch_size=size, aux_reduction=word)(torch.ones(2), x)
+    aux = transformed(transform, loss, microbatch_size=size, aux_reduction=reduction)(
+        torch.ones(2), x
+    )
     assert_trees_bitwise_equal(aux, {name: by_hand(name) for name in leaves})
 
 
@@ -152,12 +154,14 @@ def test_a_skipped_microbatch_takes_its_weight_along(engine, seed, count, size, 
     w, x = data(seed, count * size)
     bad = min(poisoned, count)  # perhaps none
     x[bad * size : (bad + 1) * size] = torch.nan
-    words = {"rows": "concat"} | {word: word for word in ("sum", "mean", "max", "min")}
+    reductions = {"rows": "concat"} | {
+        reduction: reduction for reduction in ("sum", "mean", "max", "min")
+    }
     gradient = pa.grad(
         loss,
         has_aux=True,
         microbatch_size=size,
-        aux_reduction=words,
+        aux_reduction=reductions,
         nonfinite="skip",
         engine=engine,
     )

@@ -164,7 +164,7 @@ def test_a_captured_tensor_has_its_derivatives(body, size, where, seed):
         try:
             got = around(of(True), c)
         except RuntimeError as error:
-            if not any(words in str(error) for words in REFUSED):
+            if not any(said in str(error) for said in REFUSED):
                 raise
             continue
         assert (got - want).norm() <= ROOT * (1 + want.norm())
@@ -271,21 +271,21 @@ HANDED_ON = {
 RISING = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1).expand(ROWS, 3).clone()
 
 
-def total_of(name, word, c, w):
+def total_of(name, reduction, c, w):
     func = lambda w, x: HANDED_ON[name](c, w, x)  # noqa: E731
-    return pa.microbatch(func, microbatch_size=1, reduce=word)(w, RISING).sum()
+    return pa.microbatch(func, microbatch_size=1, reduce=reduction)(w, RISING).sum()
 
 
 @pytest.mark.parametrize("by", ["backward", "torch.func"])
-@pytest.mark.parametrize("word", ["sum", "stack"])
+@pytest.mark.parametrize("reduction", ["sum", "stack"])
 @pytest.mark.parametrize("name", HANDED_ON)
-def test_a_captured_tensor_that_is_handed_on(name, word, by):
+def test_a_captured_tensor_that_is_handed_on(name, reduction, by):
     """To what is no operation, or to one that returns nothing: another function, a Function."""
     c, w = torch.tensor([1.0, 2, 3]).double(), torch.tensor([2.0, -1, 1]).double()
     each = HANDED_ON[name]
     plain = lambda c, w: torch.stack([each(c, w, part) for part in RISING.split(1)]).sum()  # noqa: E731
     got = []
-    for loss in (plain, lambda c, w: total_of(name, word, c, w)):
+    for loss in (plain, lambda c, w: total_of(name, reduction, c, w)):
         if by == "torch.func":
             got.append(grad(loss, (0, 1))(c, w))
         else:
@@ -293,11 +293,11 @@ def test_a_captured_tensor_that_is_handed_on(name, word, by):
     assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
 
 
-@pytest.mark.parametrize("word", ["sum", "stack"])
+@pytest.mark.parametrize("reduction", ["sum", "stack"])
 @pytest.mark.parametrize("name", ["to a Function, and more", "to a Function, later"])
-def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(name, word):
+def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(name, reduction):
     """Torch.func lets modes see what a Function is given, and autograd, run again, does not."""
     c, w = leaf(torch.tensor([1.0, 2, 3]).double()), torch.ones(3).double()
-    gradient = grad(lambda w: total_of(name, word, c, w).sin())(w)
+    gradient = grad(lambda w: total_of(name, reduction, c, w).sin())(w)
     with saying(RuntimeError, "did not use again a captured tensor"):
         gradient.sum().backward()

@@ -15,7 +15,13 @@ from tests.draws import generator
 
 pytestmark = [pytest.mark.laws, pytest.mark.promise("weights")]
 ROWS = 7
-WORDS = {"accuracy": "concat", "each": {"nll": "sum"}, "top": "max", "least": "min", "seen": "sum"}
+REDUCTIONS = {
+    "accuracy": "concat",
+    "each": {"nll": "sum"},
+    "top": "max",
+    "least": "min",
+    "seen": "sum",
+}
 
 
 def tokens(seed):
@@ -50,7 +56,7 @@ def check(w, batch, metrics):
     assert (metrics["top"], metrics["least"], metrics["seen"]) == (x.max(), x.min(), ROWS)
 
 
-OPTIONS = {"has_aux": True, "aux_reduction": WORDS}
+OPTIONS = {"has_aux": True, "aux_reduction": REDUCTIONS}
 
 
 def by_step(sizes, **options):
@@ -82,7 +88,9 @@ WAYS = {
     "a step that skips": lambda sizes: by_step(sizes, nonfinite="skip"),
     "window": by_window,
     "window of auto": lambda sizes: by_window(sizes, microbatch_size="auto", memory_budget=10**9),
-    "microbatch": lambda sizes: pa.microbatch(loss, microbatch_size=sizes, reduce=("sum", WORDS)),
+    "microbatch": lambda sizes: pa.microbatch(
+        loss, microbatch_size=sizes, reduce=("sum", REDUCTIONS)
+    ),
 }
 
 
@@ -146,7 +154,7 @@ def test_metrics_of_no_weight_are_nan():
 
 
 @pytest.mark.parametrize(
-    ("mean", "words"),
+    ("mean", "told"),
     [
         (pa.Weighted(torch.ones(2), 1), "the total of .*'m'.*shape"),
         (pa.Weighted(torch.ones(()), torch.ones(2)), "weight"),
@@ -154,9 +162,9 @@ def test_metrics_of_no_weight_are_nan():
     ],
 )
 @pytest.mark.parametrize("size", [None, 1])
-def test_what_is_no_mean_is_refused(mean, words, size):
+def test_what_is_no_mean_is_refused(mean, told, size):
     options = {"has_aux": True, "microbatch_size": size, "reduction": "sum"}
-    with pytest.raises((TypeError, ValueError), match=words if size else "total|weight"):
+    with pytest.raises((TypeError, ValueError), match=told if size else "total|weight"):
         pa.value(lambda w, x: ((w * x).sum(), {"m": mean}), **options)(
             torch.ones(()), torch.ones(2)
         )
@@ -224,12 +232,12 @@ def test_what_is_no_stream_is_refused():
     for batch in (torch.ones(4), {"x": torch.ones(4)}, 3):
         with pytest.raises(TypeError, match="with stream=True, an iterable of batches"):
             value(batch)
-    for batch, options, words in (
+    for batch, options, told in (
         ([], {}, "the stream gave no batch, and there is no value"),
         ([], {"microbatch_size": "auto"}, "'auto' came with a stream"),
         ([(torch.ones(3), torch.ones(2))], {}, "has 2 rows"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=told):
             value(batch, **options)
     with pytest.raises(TypeError, match="policy is 'bf16'"):
         pa.value(lambda w, x: (w * x).mean(), policy="bf16")

@@ -48,8 +48,8 @@ class Program(NamedTuple):
         for what, reads in self.ops[:-1]:
             given = [values[i] for i in reads]
             if what in SUMS:
-                words = {"at": "sum" if what == "sum" else "concat", "rest": "sum"}
-                found = cut(partial(share, what), reduce=words)(params, x, *given)
+                reductions = {"at": "sum" if what == "sum" else "concat", "rest": "sum"}
+                found = cut(partial(share, what), reduce=reductions)(params, x, *given)
                 if what == "max":
                     found["at"] = (more or Tensor.amax)(found["at"], 0)
                 values.append(found)
@@ -281,8 +281,8 @@ def everything(kind, cut=whole):
     def loss(p, b, keys, buffers):
         h = cut(encode, batch_argnums=(1, 2))(p, b, keys)
         s = cut(share, reduce="sum")(p, h)
-        words = ("mean" if kind == "mean" else "sum", "concat", "concat", "concat")
-        total, *rows = cut(last, batch_argnums=(1, 2, 3), reduce=words)(p, h, b, keys, s)
+        reductions = ("mean" if kind == "mean" else "sum", "concat", "concat", "concat")
+        total, *rows = cut(last, batch_argnums=(1, 2, 3), reduce=reductions)(p, h, b, keys, s)
         if isinstance(total, pa.Weighted):
             total = total.total / total.weight
         new = {"mean": (buffers["mean"] + s.detach()) / 2, "n": buffers["n"] + 1}

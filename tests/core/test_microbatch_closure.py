@@ -47,7 +47,7 @@ def both(w, x):
     return h * h * w[0] + h.relu() * x[:, :2], (h * h * h).sum(0)
 
 
-WORDS = ("concat", "sum")
+REDUCTIONS = ("concat", "sum")
 
 
 @given(cuts, seeds())
@@ -58,7 +58,7 @@ def test_the_gradient_of_a_cut_is_the_cut_of_the_gradient(cut, seed):
     s = c[0]
     pull = lambda w, x, c, s, f=both: vjp(f, w, x)[1]((c, s))  # noqa: E731
     whole = pull(w, x, c, s)
-    assert_trees_bitwise_equal(pull(w, x, c, s, micro(both, reduce=WORDS)), whole)
+    assert_trees_bitwise_equal(pull(w, x, c, s, micro(both, reduce=REDUCTIONS)), whole)
     inside = micro(
         lambda x, c, w, s: pull(w, x, c, s), batch_argnums=(0, 1), reduce=("sum", "concat")
     )
@@ -72,8 +72,8 @@ def test_the_tangent_of_a_cut_is_the_cut_of_the_tangent(cut, seed):
     push = lambda w, x, v, y, f=both: jvp(f, (w, x), (v, y))  # noqa: E731
     given_ = w, x, w.flip(0), x.flip(0)
     whole = push(*given_)
-    assert_trees_bitwise_equal(push(*given_, micro(both, reduce=WORDS)), whole)
-    inside = micro(push, batch_argnums=(1, 3), reduce=(WORDS, WORDS))
+    assert_trees_bitwise_equal(push(*given_, micro(both, reduce=REDUCTIONS)), whole)
+    inside = micro(push, batch_argnums=(1, 3), reduce=(REDUCTIONS, REDUCTIONS))
     assert_trees_bitwise_equal(inside(*given_), whole)
 
 
@@ -84,9 +84,9 @@ def test_the_map_of_a_cut_is_the_cut_of_the_map(cut, seed, dims):
     ws = torch.stack([w, -w, w.flip(0)]) if dims[0] == 0 else w
     xs = x if dims[1] is None else torch.stack([x, -x, x.flip(0)], dims[1])
     whole = vmap(both, dims)(ws, xs)
-    assert_trees_bitwise_equal(vmap(micro(both, reduce=WORDS), dims)(ws, xs), whole)
+    assert_trees_bitwise_equal(vmap(micro(both, reduce=REDUCTIONS), dims)(ws, xs), whole)
     dim = int(dims[1] == 0)  # along which the rows lie beside the map
-    inside = micro(vmap(both, dims, out_dims=(1 - dim, 0)), reduce=WORDS, dim=dim)
+    inside = micro(vmap(both, dims, out_dims=(1 - dim, 0)), reduce=REDUCTIONS, dim=dim)
     rows, sums = inside(ws, xs)
     assert_trees_bitwise_equal((rows.movedim(1 - dim, 0), sums), whole)
 
@@ -97,7 +97,7 @@ def test_the_map_of_a_cut_is_the_cut_of_the_map(cut, seed, dims):
 @given(cuts, seeds())
 def test_derivatives_of_higher_order_have_the_bits_of_plain_code(order, by, cut, seed):
     w, x, c = exact(seed)
-    micro = pa.microbatch(both, microbatch_size=cut, reduce=WORDS)
+    micro = pa.microbatch(both, microbatch_size=cut, reduce=REDUCTIONS)
 
     def derived(f):
         def once(of):

@@ -33,14 +33,14 @@ OPTIONS = {  # what it is made of, the error, and words of it
     "size [True, 3]": ({"size": [True, 3]}, TypeError, "microbatch_size[0] is True"),
     "size large": ({"size": "large"}, TypeError, "microbatch_size is 'large'"),
     **{
-        f"reduce {word!r}": (
-            {"reduce": word},
+        f"reduce {reduction!r}": (
+            {"reduce": reduction},
             ValueError,
             "reduce is",
             "'concat' or 'sum'",
             "Reducer",
         )
-        for word in ("average", 1, ["sum", "all"])
+        for reduction in ("average", 1, ["sum", "all"])
     },
 }
 
@@ -48,7 +48,7 @@ OPTIONS = {  # what it is made of, the error, and words of it
 @pytest.mark.parametrize(
     ("options", "error", "words"), [(*row[:2], row[2:]) for row in OPTIONS.values()], ids=OPTIONS
 )
-def test_a_option_that_makes_no_sense_is_refused(options, error, words):
+def test_an_option_that_makes_no_sense_is_refused(options, error, words):
     with refused(error, *words):
         micro(**options)
 
@@ -99,7 +99,7 @@ OUTPUTS = {  # what is called on rows, and words of the error
     ),
     # of as many rows as the first microbatch; a ragged one tells
     "a sum that still has rows": (micro(size=3, reduce="sum"), "(1, 2)", "(3, 2)", "'concat'"),
-    "words that are no prefix": (
+    "reductions that are no prefix": (
         micro(reduce={"a": "sum"}),
         *("reduce=", "prefix of what func returned"),
     ),

@@ -153,13 +153,13 @@ def test_gradients_of_a_microbatched_function_are_summed_wide():
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["given", "captured"])
-@pytest.mark.parametrize("word", ["sum", "concat"])
-def test_a_cast_gives_way_to_its_master(word, captured):
+@pytest.mark.parametrize("reduction", ["sum", "concat"])
+def test_a_cast_gives_way_to_its_master(reduction, captured):
     """A policy's cast is made in each microbatch, so that the master's gradient stays wide."""
 
     def loss(params, batch):
-        of, w = (lambda w, x: (w * x).sum() if word == "sum" else w * x), params["w"]
-        options = {"microbatch_size": 1, "reduce": word}
+        of, w = (lambda w, x: (w * x).sum() if reduction == "sum" else w * x), params["w"]
+        options = {"microbatch_size": 1, "reduce": reduction}
         if captured:
             return pa.microbatch(lambda x: of(w, x), batch_argnums=0, **options)(batch).sum()
         return pa.microbatch(of, **options)(w, batch).sum()

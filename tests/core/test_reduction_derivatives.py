@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 ROWS = 5
 X, W = normal(ROWS, 3), normal(3, seed=1)
 
-# What each word means, of the outputs of all microbatches and the rows of each.
+# What each reduction means, of the outputs of all microbatches and the rows of each.
 PLAIN = {
     "concat": lambda outs, _: torch.cat(outs),
     "stack": lambda outs, _: torch.stack(outs),
@@ -59,54 +59,54 @@ def columns(w, x, kind):
     return torch.exp(1j * h) if kind == "complex" else h
 
 
-def microbatched(func, word, sizes):
-    if word == "Weighted":
+def microbatched(func, reduction, sizes):
+    if reduction == "Weighted":
         weighted = lambda w, x: pa.Weighted(func(w, x), len(x))  # noqa: E731
         return pa.microbatch(weighted, microbatch_size=sizes)
-    return pa.microbatch(func, microbatch_size=sizes, reduce=word)
+    return pa.microbatch(func, microbatch_size=sizes, reduce=reduction)
 
 
-def plainly(func, word, sizes):
+def plainly(func, reduction, sizes):
     def run(w, x):
         outs = [func(w, part) for part in x.split(list(sizes))]
-        return PLAIN[word](outs, torch.tensor(sizes, dtype=torch.float64))
+        return PLAIN[reduction](outs, torch.tensor(sizes, dtype=torch.float64))
 
     return run
 
 
-def beside(func, word, sizes, other):
+def beside(func, reduction, sizes, other):
     """The reduction beside another output: a count it is divided by, or what is not followed."""
 
     def pair(w, x):
         total = func(w, x)
-        out = pa.Weighted(total, len(x)) if word == "Weighted" else total
+        out = pa.Weighted(total, len(x)) if reduction == "Weighted" else total
         of_rows = (x @ x.new_ones(3)) * w.real[1]
         return out, {"count": (x[:, 0] > 0).sum(), "max": of_rows.amax(), "Reducer": of_rows}[other]
 
-    first = "sum" if word == "Weighted" else word
-    words = first, {"count": "sum", "max": "max", "Reducer": BEST}[other]
+    first = "sum" if reduction == "Weighted" else reduction
+    reductions = first, {"count": "sum", "max": "max", "Reducer": BEST}[other]
 
     def run(w, x):
-        total, second = pa.microbatch(pair, microbatch_size=sizes, reduce=words)(w, x)
+        total, second = pa.microbatch(pair, microbatch_size=sizes, reduce=reductions)(w, x)
         return total / (second + 1) if other == "count" else total * second.detach().cos()
 
     return run
 
 
-def beside_plainly(func, word, sizes, other):
+def beside_plainly(func, reduction, sizes, other):
     def run(w, x):
-        total = plainly(func, word, sizes)(w, x)
+        total = plainly(func, reduction, sizes)(w, x)
         largest = ((x @ x.new_ones(3)) * w.real[1]).amax().detach()
         return total / ((x[:, 0] > 0).sum() + 1) if other == "count" else total * largest.cos()
 
     return run
 
 
-def inside(func, word, reduced):
+def inside(func, reduction, reduced):
     """A function that calls a reduction of its own rows, one microbatch a row."""
 
     def run(w, x):
-        return func(w, x) * number(reduced(func, word, [1] * len(x))(w, x)).sin()
+        return func(w, x) * number(reduced(func, reduction, [1] * len(x))(w, x)).sin()
 
     return run
 
@@ -114,7 +114,7 @@ def inside(func, word, reduced):
 FORMS = ("alone", "nested", "count", "max", "Reducer")
 
 
-def compare(name, word, shape, kind, form, by, cut, seed):
+def compare(name, reduction, shape, kind, form, by, cut, seed):
     g = generator(seed)
     x = torch.randn(ROWS, 3, generator=g, dtype=torch.float64) / 2
     dtype = torch.complex128 if kind == "complex input" else torch.float64
@@ -123,9 +123,11 @@ def compare(name, word, shape, kind, form, by, cut, seed):
 
     def of(reduced, pair):
         if form in ("alone", "nested"):
-            run = reduced(inside(func, word, reduced) if form == "nested" else func, word, cut)
+            run = reduced(
+                inside(func, reduction, reduced) if form == "nested" else func, reduction, cut
+            )
         else:
-            run = pair(func, word, cut, form)
+            run = pair(func, reduction, cut, form)
         return (lambda p: run(p, x)) if by == "shared" else (lambda p: run(w, p))
 
     p = w if by == "shared" else x
@@ -135,21 +137,21 @@ def compare(name, word, shape, kind, form, by, cut, seed):
 @pytest.mark.parametrize("name", DERIVATIVES)
 @examples(2 / 5, fewest=50)  # 40 ms each
 @given(st.data(), st.sampled_from([*PLAIN]), compositions(ROWS), seeds())
-def test_a_reduction_has_the_derivatives_of_plain_code(name, data, word, cut, seed):
+def test_a_reduction_has_the_derivatives_of_plain_code(name, data, reduction, cut, seed):
     by = data.draw(st.sampled_from(["shared", "rows"]))
-    shapes = [s for s in SHAPES if s.startswith("rows") == (word == "concat")]
-    shape = data.draw(st.sampled_from(shapes if word != "Weighted" else ["()"]))
-    kinds = ["real", "complex"] if word not in ("max", "min", "Weighted") else ["real"]
+    shapes = [s for s in SHAPES if s.startswith("rows") == (reduction == "concat")]
+    shape = data.draw(st.sampled_from(shapes if reduction != "Weighted" else ["()"]))
+    kinds = ["real", "complex"] if reduction not in ("max", "min", "Weighted") else ["real"]
     if len(kinds) == 2 and name in OPERATORS and by == "shared":
         kinds.append("complex input")
     kind = data.draw(st.sampled_from(kinds))
-    compare(name, word, shape, kind, data.draw(st.sampled_from(FORMS)), by, cut, seed)
+    compare(name, reduction, shape, kind, data.draw(st.sampled_from(FORMS)), by, cut, seed)
 
 
 # Programs that came out wrong, or did not run -------------------------------------------------
 
 
-PROGRAMS = {  # word, shape, kind, form
+PROGRAMS = {  # reduction, shape, kind, form
     "one number of the last microbatch": ("last", "()", "real", "alone"),
     "a complex number, summed": ("sum", "()", "complex", "alone"),
     "a complex number of complex numbers": ("mean", "()", "complex input", "alone"),
@@ -163,9 +165,9 @@ PROGRAMS = {  # word, shape, kind, form
 @pytest.mark.parametrize("name", ["grad", "jvp", "double backward", "vmap of hvp", "hessian"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_has_the_derivatives_of_plain_code(program, name):
-    word, shape, kind, form = PROGRAMS[program]
+    reduction, shape, kind, form = PROGRAMS[program]
     if kind != "complex input" or name in OPERATORS:
-        compare(name, word, shape, kind, form, "shared", [2, 2, 1], 0)
+        compare(name, reduction, shape, kind, form, "shared", [2, 2, 1], 0)
 
 
 @pytest.mark.parametrize("name", ["hessian", "jvp of grad", "jacrev twice", "jacfwd twice"])
@@ -198,9 +200,9 @@ def test_the_last_of_ragged_rows_has_its_derivatives(name):
     check(name, lambda x: micro(W, x), lambda x: func(W, x[4:]), X)
 
 
-@pytest.mark.parametrize("word", ["sum", "mean", "max", "stack", "last"])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "stack", "last"])
 @pytest.mark.parametrize("shape", [(0,), (), (0, 3), (3,)])
-def test_a_total_that_reaches_no_operand_has_no_gradient(word, shape):
+def test_a_total_that_reaches_no_operand_has_no_gradient(reduction, shape):
     """As in torch: the number of entries that are not zero, and the norm of nothing."""
     p = torch.ones(shape, dtype=torch.float64)
     x = torch.arange(1.0, 6.0, dtype=torch.float64)
@@ -214,33 +216,33 @@ def test_a_total_that_reaches_no_operand_has_no_gradient(word, shape):
             by_autograd = torch.autograd.grad(f(leaf, x).sum(), leaf, allow_unused=True)
             return by_autograd, grad(lambda p: f(p, x).sum())(p)
 
-        got = gradients(pa.microbatch(func, microbatch_size=2, reduce=word))
-        want = gradients(plainly(func, word, [2, 2, 1]))
+        got = gradients(pa.microbatch(func, microbatch_size=2, reduce=reduction))
+        want = gradients(plainly(func, reduction, [2, 2, 1]))
         assert (got[0][0] is None) == (want[0][0] is None) == (order == 0)
         for ours, torchs in zip(tree_leaves(got), tree_leaves(want), strict=True):
             assert (ours - torchs).abs().sum() <= ROOT * torchs.abs().sum()
 
 
-@pytest.mark.parametrize("word", ["concat", "sum", "max", "last"])
+@pytest.mark.parametrize("reduction", ["concat", "sum", "max", "last"])
 @pytest.mark.parametrize("by", [grad, jacfwd, jacrev], ids=lambda by: by.__name__)
-def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(word, by):
+def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(reduction, by):
     """Such a zero is mapped as what it is the gradient of, where all else is mapped by nothing."""
     x, w = torch.ones(5, 2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    func = lambda w, x: x.cos() if word == "concat" else x.cos().sum(0)  # noqa: E731
-    micro = pa.microbatch(func, microbatch_size=2, reduce=word)
+    func = lambda w, x: x.cos() if reduction == "concat" else x.cos().sum(0)  # noqa: E731
+    micro = pa.microbatch(func, microbatch_size=2, reduce=reduction)
     slopes = lambda w: jacrev(lambda w: number(micro(w, x)))(w)  # noqa: E731
     mapped = by(lambda w: vmap(lambda k: slopes(w * k))(FACTORS).sum())(w)
     assert_trees_bitwise_equal(mapped, torch.zeros_like(w))
 
 
 @pytest.mark.slow  # to compile
-@pytest.mark.parametrize("word", ["max", "last", "Reducer"])
-def test_inside_of_a_user_s_compiler_a_reduction_has_its_gradient(word):
+@pytest.mark.parametrize("reduction", ["max", "last", "Reducer"])
+def test_inside_of_a_user_s_compiler_a_reduction_has_its_gradient(reduction):
     """That of a reducer too: there the loop is differentiated as it stands."""
     func = lambda w, x: (x @ w).sin().sum()  # noqa: E731
-    reduce = BEST if word == "Reducer" else word
+    reduce = BEST if reduction == "Reducer" else reduction
     micro = pa.microbatch(func, microbatch_size=[2, 3], reduce=reduce)
     torch.compiler.reset()
     compiled = torch.compile(lambda w: micro(w, X).sin(), backend="eager", fullgraph=True)
-    whole = plainly(func, "max" if word == "Reducer" else word, [2, 3])
+    whole = plainly(func, "max" if reduction == "Reducer" else reduction, [2, 3])
     near_together(backward(compiled, W), backward(lambda w: whole(w, X).sin(), W))

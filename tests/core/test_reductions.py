@@ -1,4 +1,4 @@
-"""What ``pa.microbatch`` returns, word by word, is what plain code gives for the full batch.
+"""What ``pa.microbatch`` returns, for each reduction, is what plain code gives for the full batch.
 
 Values, and gradients of first and second order, in bits: on integers, and with weights and rows
 whose numbers are powers of two wherever something is divided by them.
@@ -42,15 +42,16 @@ def sums(w, x):
     return rows(w, x).sum(0)
 
 
-# Each: the function of a microbatch, and the word; then the same of all parts, where it is another.
-WORDS = {
+# Each: the function of a microbatch, and the reduction; then the same of all parts, where it is
+# another.
+REDUCTIONS = {
     "concat": (rows, "concat"),
     "sum": (sums, "sum"),
     "mean": (lambda w, x: sums(w, x) / len(x), "mean"),
     "stack": (sums, "stack", lambda w, parts: torch.stack([sums(w, part) for part in parts])),
     "last": (sums, "last", lambda w, parts: sums(w, parts[-1])),
-    "one word for a tree": (lambda w, x: {"a": rows(w, x), "b": [x]}, "concat"),
-    "a tree of words": (
+    "one reduction for a tree": (lambda w, x: {"a": rows(w, x), "b": [x]}, "concat"),
+    "a tree of reductions": (
         lambda w, x: {"a": rows(w, x), "b": (sums(w, x), x.sum())},
         {"a": "concat", "b": "sum"},
     ),
@@ -63,7 +64,7 @@ WORDS = {
     "an output of what all share": (lambda w, x: w * 2, "sum", lambda w, parts: w * 2 * len(parts)),
     "expanded": (lambda w, x: w[0].expand(len(x), 2), "concat"),
 }
-words = pytest.mark.parametrize("name", WORDS)
+reductions = pytest.mark.parametrize("name", REDUCTIONS)
 
 
 def square(tree):
@@ -75,46 +76,52 @@ def alike(of, ours, plain):
     assert_trees_bitwise_equal(of(ours), of(plain))
 
 
-@words
+@reductions
 @examples(1 / 2)
 @given(st.data(), seeds())
-def test_each_word_has_the_value_gradient_and_hessian_of_the_full_batch(name, data_, seed):
-    func, word, *of_parts = WORDS[name]
+def test_each_reduction_has_the_value_gradient_and_hessian_of_the_full_batch(name, data_, seed):
+    func, reduction, *of_parts = REDUCTIONS[name]
     sizes = rows_of(data_.draw(cuts))
     if name == "mean":
         sizes = [1 << (size.bit_length() - 1) for size in sizes]
         sizes += [1] * (ROWS - sum(sizes))
     w, x = data(seed)
-    micro = pa.microbatch(func, microbatch_size=sizes, reduce=word)
+    micro = pa.microbatch(func, microbatch_size=sizes, reduce=reduction)
     whole = (lambda w, x: of_parts[0](w, x.split(sizes))) if of_parts else func
     alike(lambda f: f(w, x), micro, whole)
     alike(lambda f: torch.func.grad(lambda w, x: square(f(w, x)), (0, 1))(w, x), micro, whole)
     alike(lambda f: torch.func.hessian(lambda w, x: square(f(w, x)))(w, x), micro, whole)
 
 
-@pytest.mark.parametrize("word", ["max", "min"])
+@pytest.mark.parametrize("reduction", ["max", "min"])
 @given(cuts, seeds())
-def test_the_largest_and_the_smallest_of_all_rows_are_found(word, cut, seed):
+def test_the_largest_and_the_smallest_of_all_rows_are_found(reduction, cut, seed):
     w, x = data(seed)
-    func = lambda w, x: {"float": (f := getattr(rows(w, x), "a" + word)(0)), "int": f.long()}  # noqa: E731
-    got = pa.microbatch(func, microbatch_size=cut, reduce=word)(w, x)
+
+    def func(w, x):
+        most = getattr(rows(w, x), "a" + reduction)(0)
+        return {"float": most, "int": most.long()}
+
+    got = pa.microbatch(func, microbatch_size=cut, reduce=reduction)(w, x)
     assert_trees_bitwise_equal(got, func(w, x))
     x[ROWS // 2] = torch.nan
-    got = pa.microbatch(lambda w, x: func(w, x)["float"], microbatch_size=cut, reduce=word)(w, x)
+    got = pa.microbatch(lambda w, x: func(w, x)["float"], microbatch_size=cut, reduce=reduction)(
+        w, x
+    )
     assert got.isnan().all()
 
 
-@pytest.mark.parametrize("word", ["max", "min"])
+@pytest.mark.parametrize("reduction", ["max", "min"])
 @given(cuts, seeds())
-def test_microbatches_that_tie_share_the_gradient_of_the_largest(word, cut, seed):
+def test_microbatches_that_tie_share_the_gradient_of_the_largest(reduction, cut, seed):
     """Evenly, as those of torch's amax and amin do; halves and quarters are exact."""
     w, x = data(seed)
     sizes = rows_of(cut)
     func = lambda w, x: (rows(w, x) % 3).sum(0)  # noqa: E731
     parts = lambda w, x: torch.stack([func(w, part) for part in x.split(sizes)])  # noqa: E731
-    whole = lambda w, x: getattr(parts(w, x), "a" + word)(0)  # noqa: E731
+    whole = lambda w, x: getattr(parts(w, x), "a" + reduction)(0)  # noqa: E731
     assume(all(n in (1, 2, 4, 8) for n in (parts(w, x) == whole(w, x)).sum(0).tolist()))
-    micro = pa.microbatch(func, microbatch_size=sizes, reduce=word)
+    micro = pa.microbatch(func, microbatch_size=sizes, reduce=reduction)
     both, v = (0, 1), (w.flip(0), x.flip(0))
     for of in (
         lambda f: torch.func.grad(lambda w, x: square(f(w, x)), both)(w, x),
@@ -203,7 +210,7 @@ def test_outputs_may_be_integers_and_no_tensors(cut, seed):
 NO_DERIVATIVE = {
     "counts": (lambda w, x: (x > w[0, 0]).sum(), "sum"),
     "indices": (lambda w, x: (x @ w).argmax(1), "concat"),
-    "words": (lambda w, x: {"which": "a", "of": None}, "last"),
+    "strings": (lambda w, x: {"which": "a", "of": None}, "last"),
     "nothing": (lambda w, x: (), "concat"),
 }
 
@@ -212,9 +219,9 @@ NO_DERIVATIVE = {
 @pytest.mark.parametrize("remat", [False, True])
 def test_outputs_without_a_derivative_stand_beside_those_with_one(name, remat):
     """It comes out where a gradient is wanted, and the gradient of the rest is what it is."""
-    func, words = NO_DERIVATIVE[name]
+    func, reductions = NO_DERIVATIVE[name]
     w, x = data(0)
-    micro = pa.remat(func) if remat else pa.microbatch(func, microbatch_size=2, reduce=words)
+    micro = pa.remat(func) if remat else pa.microbatch(func, microbatch_size=2, reduce=reductions)
     found = []  # torch.func's own aux are tensors alone
 
     def loss(w, f):
@@ -376,23 +383,23 @@ def test_lists_of_sizes_name_the_rows_of_each():
         assert tuple(accumulate(seen)) == tuple(accumulate(sizes))
 
 
-def test_words_of_a_batch_go_to_every_microbatch():
+def test_strings_of_a_batch_go_to_every_microbatch():
     """As numbers and None do: what has no rows is not cut."""
 
     def of(w, batch):
-        assert {k: v for k, v in batch.items() if k != "x"} == words
+        assert {k: v for k, v in batch.items() if k != "x"} == others
         return (w * batch["x"]).pow(3).sum()
 
-    words = {"how": "cubed", "flag": True, "none": None}
-    batch = {"x": torch.arange(5.0), **words}
+    others = {"how": "cubed", "flag": True, "none": None}
+    batch = {"x": torch.arange(5.0), **others}
     w = torch.tensor(2.0)
     assert pa.microbatch(of, microbatch_size=2, reduce="sum")(w, batch) == of(w, batch)
     assert pa.value(of, microbatch_size=2, reduction="sum")(w, batch) == of(w, batch)
 
 
-@pytest.mark.parametrize("word", ["concat", "sum"])
+@pytest.mark.parametrize("reduction", ["concat", "sum"])
 @given(cut=cuts, seed=seeds())
-def test_a_gradient_may_be_sparse(word, cut, seed):
+def test_a_gradient_may_be_sparse(reduction, cut, seed):
     """Of an embedding: laid beside rows, or of a ``Weighted`` that does not count everywhere."""
     g = generator(seed)
     table, ids = integers(g, 6, 2, bound=3), torch.randint(6, (ROWS,), generator=g)
@@ -401,7 +408,7 @@ def test_a_gradient_may_be_sparse(word, cut, seed):
 
     def found(w, ids, mask):
         z = torch.nn.functional.embedding(ids, w, sparse=True)
-        if word == "concat":
+        if reduction == "concat":
             return z
         return pa.Weighted((z.square().sum(1) * mask).sum() / (mask.sum() > 0), mask.sum())
 
@@ -409,11 +416,11 @@ def test_a_gradient_may_be_sparse(word, cut, seed):
         leaf = table.clone().requires_grad_()
         out = f(leaf, ids, mask)
         out = out.total if isinstance(out, pa.Weighted) else out * mask.sum()
-        (out.square().sum() if word == "concat" else out).backward()
+        (out.square().sum() if reduction == "concat" else out).backward()
         assert leaf.grad is not None
         return leaf.grad.to_dense()
 
-    micro = pa.microbatch(found, microbatch_size=cut, batch_argnums=(1, 2), reduce=word)
+    micro = pa.microbatch(found, microbatch_size=cut, batch_argnums=(1, 2), reduce=reduction)
     alike(gradient, micro, found)
 
 

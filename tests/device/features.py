@@ -275,8 +275,8 @@ def coupled(params, batch, **options):
     return (z[:, None] - z - centre).square().mean()
 
 
-def reduced(params, batch, word):
-    options = {"microbatch_size": SIZE, "reduce": word}
+def reduced(params, batch, reduction):
+    options = {"microbatch_size": SIZE, "reduce": reduction}
     return pa.microbatch(lambda p, b: call(p, b["x"]).mean(0), **options)(params, batch).sum()
 
 
@@ -358,9 +358,9 @@ FUNCTIONS = {
 }
 for name, function in FUNCTIONS.items():
     CASES[name] = partial(Case, function, given)
-for word in ("stack", "mean", "sum", "max", "min", "last"):
-    CASES[f"microbatch, {word}"] = partial(
-        Case, torch.func.grad(partial(reduced, word=word)), given
+for reduction in ("stack", "mean", "sum", "max", "min", "last"):
+    CASES[f"microbatch, {reduction}"] = partial(
+        Case, torch.func.grad(partial(reduced, reduction=reduction)), given
     )
 SAMPLES = (
     {"reduce": "concat"},

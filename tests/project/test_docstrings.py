@@ -185,7 +185,7 @@ def test_functions_that_are_returned_are_said(path):
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, "engine"])
-def test_a_option_is_said_in_the_same_words(option):
+def test_an_option_is_said_in_the_same_words(option):
     clauses = {}
     for it in FUNCTIONS.values():
         parameter = inspect.signature(it).parameters.get(option)

@@ -84,8 +84,8 @@ REFUSED = {
     ),
     ("inside", "buffers"): Refused(
         NO_MEANING,
-        "a step pools what its own microbatches did; those of a function inside come out by a word "
-        "of that function",
+        "a step pools what its own microbatches did; those of a function inside come out by a "
+        "reduction of that function",
         "that are not in new_buffers",
     ),
     ("batch norm", "stream"): Refused(

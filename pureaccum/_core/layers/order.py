@@ -28,7 +28,7 @@ LAYERS: list[tuple[Callable[[Rule], bool], Layer]] = [
 
 
 def check_rule(rule: Rule) -> Rule:
-    """The rule with its layers, or an error that says which words it may hold."""
+    """The rule with its layers, or an error that says which reductions it may hold."""
     checks.check_choice(rule.reduction, get_args(losses.Reduction), "reduction")
     checks.check_choice(rule.nonfinite, get_args(Nonfinite), "nonfinite")
     checks.check_choice(rule.engine, get_args(Engine), "engine")
