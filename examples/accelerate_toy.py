@@ -1,9 +1,9 @@
 """Fit y = 2 x with one step of SGD, with and without accumulation, and end at the same weight.
 
-This is the example with which Hugging Face Accelerate shows its accumulation: eight rows, four
+This is the example with which Hugging Face Accelerate shows its accumulation: eight samples, four
 microbatches of two, a weight that begins at 0, and 2.04000 both ways. Dividing each loss by the
-number of microbatches gives that as well, as long as all have the same number of rows; cut into 3,
-3 and 2 it does not, since a row of the last one then counts for more than any other.
+number of microbatches gives that as well, as long as all have the same number of samples; cut into
+3, 3 and 2 it does not, since a sample of the last one then counts for more than any other.
 
     python examples/accelerate_toy.py
 """
@@ -65,7 +65,7 @@ def main() -> dict[str, Tensor]:
     for rows in (3, 2):
         weights |= {f"usual, by {rows}": usual_loop(rows), f"by {rows}": accumulated(rows)}
         cut = ", ".join(str(len(part)) for part in X.split(rows))
-        print(f"rows cut {cut}:")
+        print(f"samples cut {cut}:")
         print(f"  loss / k, the final model weight is {weights[f'usual, by {rows}'].item():.5f}")
         print(f"  pureaccum, the final model weight is {weights[f'by {rows}'].item():.5f}")
     print(f"w/ accumulation, the final model weight is {weights['by 2'].item():.5f}")

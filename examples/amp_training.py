@@ -2,7 +2,7 @@
 
 Eleven microbatches in windows of four leave a window of three. The usual loop divides every loss
 by four all the same, and so the last update of every epoch is three quarters of what it should be.
-Sums that are divided once, by the number of rows, are right in a short window too. An overflow
+Sums that are divided once, by the number of samples, are right in a short window too. An overflow
 makes the scale back off; you choose whether it costs the window or only its microbatch.
 
     python examples/amp_training.py
@@ -106,12 +106,12 @@ def main(rows: int = 16, epochs: int = 5) -> dict[str, list[float]]:
 
     x[5 * rows] = 3e4  # finite in fp16, but the gradients that it gives are not
     for nonfinite in ("propagate", "skip"):
-        print(f"a row of 3e4 in the second window, nonfinite={nonfinite!r}:")
+        print(f"a sample of 3e4 in the second window, nonfinite={nonfinite!r}:")
         _, infos = ours(cut, K, 1, nonfinite)
         for i, info in enumerate(infos, 1):
             print(
                 f"  window {i}: {info.skipped} of {info.microbatches} microbatches skipped, "
-                f"{int(info.weight)} rows, {'applied' if info.applied else 'not applied'}, "
+                f"{int(info.weight)} samples, {'applied' if info.applied else 'not applied'}, "
                 f"scale {int(info.scale)}, loss {info.loss:.2f}"
             )
         said[nonfinite] = [float(x) for i in infos for x in (i.weight, i.applied, i.scale)]

@@ -3,8 +3,9 @@
 A BatchNorm normalises with the mean and variance of whatever it is given, so a batch in parts is
 another function: the usual loop gives another gradient and other running statistics. Where the
 network is cut at its BatchNorms, all microbatches go through one part of it before any goes through
-the next, and each BatchNorm is given the moments of all rows. GroupNorm, which looks at one row at
-a time, needs none of this: any two sums of gradients, of other rows or ranks, are merged.
+the next, and each BatchNorm is given the moments of all samples. GroupNorm, which looks at one
+sample at a time, needs none of this: any two sums of gradients, of other samples or ranks, are
+merged.
 
     python examples/batchnorm_exact.py
 """

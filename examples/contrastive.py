@@ -1,9 +1,9 @@
 """Train two towers on a contrastive loss whose batch is larger than memory would hold.
 
-Every row of an InfoNCE loss is compared with every other. A plain loss that is cut into
-microbatches compares it with only the few rows beside it: another loss. So the towers alone run on
-microbatches, and the loss sees the embeddings of all rows, which are small; the gradient is that of
-the full batch.
+Every sample of an InfoNCE loss is compared with every other. A plain loss that is cut into
+microbatches compares it with only the few samples beside it: another loss. So the towers alone run
+on microbatches, and the loss sees the embeddings of all samples, which are small; the gradient is
+that of the full batch.
 
     python examples/contrastive.py
 """

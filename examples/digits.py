@@ -46,7 +46,7 @@ def data() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def loss(params: Any, batch: Any, keys: Any = None) -> Any:
-    """The mean over rows, and metrics: each has a weight of its own."""
+    """The mean over samples, and metrics: each has a weight of its own."""
     x = batch["x"] if keys is None else pa.dropout(batch["x"], 0.2, keys)
     out, _ = FN.apply(params, FN.buffers, x)
     right = out.argmax(1) == batch["y"]

@@ -1,8 +1,8 @@
 """Train on several ranks that share each batch, and end where one process ends.
 
-Every rank takes its own rows, one perhaps more than another, and masked tokens make their weights
-uneven too. Sums and weights are added up over the ranks once per step. Dropout is keyed by row, so
-its masks are those of one process as well.
+Every rank takes its own samples, one perhaps more than another, and masked tokens make their
+weights uneven too. Sums and weights are added up over the ranks once per step. Dropout is keyed by
+sample, so its masks are those of one process as well.
 
     torchrun --nproc-per-node 2 examples/distributed.py
 """
@@ -20,7 +20,7 @@ ROWS, WORDS, WIDTH = 37, 12, 16  # 37 rows: 19 on one of two ranks, 18 on the ot
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
-    """The whole batch, on every rank; a real loader reads only its own rank's rows."""
+    """The whole batch, on every rank; a real loader reads only its own rank's samples."""
     g = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, WORDS, WIDTH, generator=g, dtype=torch.float64)
     lengths = torch.randint(1, WORDS + 1, (ROWS, 1), generator=g)

@@ -63,7 +63,7 @@ def main(rows: int = 4000, size: int = 100, width: int = 64, steps: int = 60) ->
         state, _ = step(state, batch)
     params = state.params
 
-    # The curvature's inverse, times the gradient of the loss on clean rows.
+    # The curvature's inverse, times the gradient of the loss on clean samples.
     gradient = pa.grad(loss, microbatch_size=size)(params, clean)
     curvature = pa.curvature.ggnvp(forward, criterion, microbatch_size=size)
     solver = pa.curvature.cg(lambda v: curvature(params, batch, v), damping=DAMPING, rtol=1e-6)

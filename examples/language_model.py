@@ -1,6 +1,6 @@
 """Train a small language model on sentences of uneven length, by the mean over all their words.
 
-The text is Python's own manual, one sentence per row, padded. No two microbatches hold the same
+The text is Python's own manual, one sentence per sample, padded. No two microbatches hold the same
 number of words, so the mean of their means, which the usual loop takes, is not the mean over the
 batch. Totals and weights that are summed and divided once give it, however the batch was cut. If
 transformers is installed, a tiny Llama is trained in the same way; nothing is downloaded.
@@ -67,7 +67,7 @@ class Llama(nn.Module):
 
 
 def manual() -> tuple[list[str], Tensor]:
-    """The frequent words, and a row of their numbers for every sentence that has no others."""
+    """The frequent words, and a sample of their numbers for every sentence that has no others."""
     parts = (" ".join(part.split()) for text in topics.values() for part in text.split("\n\n"))
     lines = [line for part in parts for line in re.split(r"(?<=\.) ", part) if line.endswith(".")]
     split = [re.findall(r"\w+|[^\w\s]", line) for line in lines]

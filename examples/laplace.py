@@ -45,7 +45,7 @@ def main(rows: int = 4096, size: int = 128, width: int = 24, steps: int = 300) -
     def forward(params: Tensors, batch: Tensors) -> Tensor:
         return fn.apply(params, (), batch["x"])[0]
 
-    def likelihood(out: Tensor, batch: Tensors) -> Tensor:  # its negative logarithm, of all rows
+    def likelihood(out: Tensor, batch: Tensors) -> Tensor:  # its negative logarithm, of all samples
         return mse_loss(out, batch["y"], reduction="sum") / (2 * NOISE**2)
 
     def loss(params: Tensors, batch: Tensors) -> Tensor:

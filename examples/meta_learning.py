@@ -1,10 +1,10 @@
 """Train many networks as one, and differentiate through training.
 
 A third of the labels is wrong. An ensemble of learning rates is a stack of states, and one `vmap`
-of the step trains them all. Then every sample is given a weight, and the loss on a few clean rows
-after training is differentiated through all accumulated steps, optimizer included, with respect
-to the weights and the learning rate: the weights of the wrong labels go down. Two members of an
-ensemble, a little to both sides of a learning rate, say what the derivative has to be.
+of the step trains them all. Then every sample is given a weight, and the loss on a few clean
+samples after training is differentiated through all accumulated steps, optimizer included, with
+respect to the weights and the learning rate: the weights of the wrong labels go down. Two members
+of an ensemble, a little to both sides of a learning rate, say what the derivative has to be.
 
 Each step keeps its state and its gradient, and computes its microbatches again for the derivative:
 memory grows by these two per step, and not by what is computed on the way.
@@ -41,7 +41,7 @@ def judged(params: Tensors, clean: Tensors) -> Tensor:
 
 
 def of_members(rates: list[float], start: Tensors, batch: Tensors, clean: Tensors) -> Tensor:
-    """The loss on clean rows after training with each learning rate, all of them at once."""
+    """The loss on clean samples after training with each learning rate, all of them at once."""
     # A rate that is a number stands in the state, so that one step serves all.
     steps = [pa.make_step(loss, pa.sgd(rate, momentum=0.9), microbatch_size=32) for rate in rates]
     members = pa.stack([step.init(start) for step in steps])
@@ -51,7 +51,7 @@ def of_members(rates: list[float], start: Tensors, batch: Tensors, clean: Tensor
 
 
 def after_training(learned: Tensors, start: Tensors, batch: Tensors, clean: Tensors) -> Tensor:
-    """The loss on clean rows after training, as a function of the rate and of all weights."""
+    """The loss on clean samples after training, as a function of the rate and of all weights."""
     rate = learned["log_rate"].exp()
     weighted = batch | {"weight": learned["worth"].sigmoid()}
     state = pa.make_step(loss, pa.sgd(rate, momentum=0.9)).init(start)
@@ -74,7 +74,7 @@ def main(steps: int = 20, rows: int = 150) -> tuple[list[float], Tensor, list[Te
     batch["weight"] = torch.full((rows,), 0.5).double()
     start = pa.functional(NET).params
 
-    print("learning rate   loss on clean rows")
+    print("learning rate   loss on clean samples")
     rates = [0.03, 0.1, 0.3, 1.0, 3.0]
     for rate, value in zip(rates, of_members(rates, start, batch, clean), strict=True):
         print(f"{rate:13}{value:21.3f}")
@@ -101,7 +101,7 @@ def main(steps: int = 20, rows: int = 150) -> tuple[list[float], Tensor, list[Te
         if i % 5 == 0 or i == steps - 1:
             worth = learned["worth"].sigmoid()
             print(
-                f"{i:2}: loss on clean rows {losses[-1]:.3f}, weight of wrong labels "
+                f"{i:2}: loss on clean samples {losses[-1]:.3f}, weight of wrong labels "
                 f"{worth[wrong].mean():.2f}, of right ones {worth[~wrong].mean():.2f}, "
                 f"learning rate {learned['log_rate'].exp():.3f}"
             )

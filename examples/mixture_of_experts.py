@@ -1,7 +1,7 @@
 """Train a mixture of experts whose balance loss counts over the whole batch.
 
-The balance loss multiplies, for each expert, the share of rows that go to it with the mean of its
-probability: a product of two means over the batch, which is no mean of the products over its
+The balance loss multiplies, for each expert, the share of samples that go to it with the mean of
+its probability: a product of two means over the batch, which is no mean of the products over its
 microbatches. So both are summed over microbatches, beside the error, and the loss is a function of
 the sums.
 
@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 def sums(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The error; for each expert, how many rows go to it and their sum of its probability."""
+    """The error; for each expert, how many samples go to it and their sum of its probability."""
     probability = (batch["x"] @ params["router"]).softmax(1)
     highest, to = probability.max(1)
     out = torch.einsum("nd,nde->ne", batch["x"], params["experts"][to])  # an expert is a matrix

@@ -56,10 +56,10 @@ def main(rows: int = 2000, steps: int = 100, chunk: int = 50) -> dict[str, float
         averages = running.update(averages, info.noise)
         if i in (9, steps - 1):
             scale, *_, low, high = running.read(averages)
-            gain = f"a batch gains little beyond {scale:.0f} rows ({low:.0f} to {high:.0f})"
+            gain = f"a batch gains little beyond {scale:.0f} samples ({low:.0f} to {high:.0f})"
             print(f"step {i:2}: loss {info.loss:.2f}, {gain}")
 
-    # The loss is that of a batch: each sample comes to it as a batch of one row.
+    # The loss is that of a batch: each sample comes to it as a batch of one sample.
     how = {"keep_batch_dim": True, "chunk_size": chunk}
     summed = pa.per_sample_grad(loss, reduce="sum", metrics="norm", **how)
     total, norms = summed(state.params, batch)

@@ -1,8 +1,8 @@
 """What the full batch gives, what this package gives, and what the usual loop gives.
 
-The same gradient, of 100 rows in microbatches of 32 with a short one at the end, three times:
+The same gradient, of 100 samples in microbatches of 32 with a short one at the end, three times:
 where the microbatches are ragged and nothing else, where tokens are masked, and where a BatchNorm
-looks at all rows. The usual loop divides the loss of each microbatch by their number. All is in
+looks at all samples. The usual loop divides the loss of each microbatch by their number. All is in
 float64, where rounding is no excuse. The table that this prints is in the README.
 
     python examples/three_ways.py

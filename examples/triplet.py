@@ -1,8 +1,9 @@
 """Learn an embedding with a batch-hard triplet loss over the whole batch.
 
-For every row the loss takes the farthest row of its own class and the nearest of another, among
-all rows. The network goes through the batch in microbatches; the loss, over embeddings, does not.
-Classes come out beside the embeddings as they went in: an output need not depend on parameters.
+For every sample the loss takes the farthest sample of its own class and the nearest of another,
+among all samples. The network goes through the batch in microbatches; the loss, over embeddings,
+does not. Classes come out beside the embeddings as they went in: an output need not depend on
+parameters.
 
     python examples/triplet.py
 """

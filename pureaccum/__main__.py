@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # An option that is not given must not override what the target says.
     options = command.add_argument_group("the loss", argument_default=argparse.SUPPRESS)
     options.add_argument(
-        "--reduction", choices=("mean", "sum"), help="what a scalar loss is of its rows (mean)"
+        "--reduction", choices=("mean", "sum"), help="what a scalar loss is of its samples (mean)"
     )
     options.add_argument(
         "--has-aux", action=argparse.BooleanOptionalAction, help="whether it returns (loss, aux)"

@@ -1,9 +1,9 @@
-"""A batch that is spread over ranks: sums and rows of all of them, inside a function or after it.
+"""A batch that is spread over ranks: sums and samples of all, inside a function or after it.
 
     state = all_reduce(state)  # on every rank: sums of gradients, totals, weights and counts
 
 Accumulation is a monoid, so ranks are one more way to cut a batch: they may have had different
-numbers of rows and of microbatches, or none, and what comes out is the state of one process that
+numbers of samples and of microbatches, or none, and what comes out is the state of one process that
 had all of them. ``make_step(..., group=...)`` does this at the end of each step. ``psum`` and
 ``gather`` (see ``_core/exchange.py``) reach other ranks from inside of what is differentiated.
 Whether ranks hold the same is compared on the way (see ``_base/claims.py``).
@@ -62,20 +62,20 @@ def psum(tree: trees.Tree, group: Any = None) -> trees.Tree:
 
 
 def gather(rows: trees.Tree, group: Any = None) -> trees.Tree:
-    """Collect the rows of all ranks, inside of a function that is differentiated.
+    """Collect the samples of all ranks, inside of a function that is differentiated.
 
-    The rule: ``torch.cat`` of the rows of rank 0, 1, 2, …, on every rank. A contrastive loss over a
-    batch that is spread over ranks scores a rank's own rows against those of all::
+    The rule: ``torch.cat`` of the samples of rank 0, 1, 2, …, on every rank. A contrastive loss
+    over a batch that is spread over ranks scores a rank's own samples against those of all::
 
-        z = microbatch(embed)(params, batch)  # this rank's rows
+        z = microbatch(embed)(params, batch)  # this rank's samples
         loss = of_pairs(z, gather(z))
 
-    Ranks may have different numbers of rows, or none. Derivatives are as for ``psum``: a row's
-    cotangents are added up over the ranks, and come back to the rank that has the row.
+    Ranks may have different numbers of samples, or none. Derivatives are as for ``psum``: a
+    sample's cotangents are added up over the ranks, and come back to the rank that has the sample.
 
     Args:
         rows: A pytree of tensors with one row per sample along dim 0. Except for the number of
-            rows, shapes and dtypes are the same on all ranks.
+            samples, shapes and dtypes are the same on all ranks.
         group: A process group; None is all processes.
 
     Example:
@@ -166,7 +166,7 @@ def all_reduce(
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> acc = accumulator(lambda w, x: (w * x).mean())
         >>> w = torch.tensor(2.0)
-        >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))  # this rank's rows
+        >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))  # this rank's samples
         >>> acc.finalize(all_reduce(state))
         (tensor(2.), tensor(4., dtype=torch.float64))
         >>> dist.destroy_process_group()
@@ -222,10 +222,11 @@ def all_reduce(
 
 
 def shard_batch(batch: trees.Tree, rank: int, world: int) -> trees.Tree:
-    """The rows of a batch that one of several ranks takes.
+    """The samples of a batch that one of several ranks takes.
 
-    The rule: ``torch.tensor_split(x, world)[rank]`` of every tensor ``x``: consecutive rows; where
-    they do not divide, the first ranks have one more; where there are too few, the last have none.
+    The rule: ``torch.tensor_split(x, world)[rank]`` of every tensor ``x``: consecutive samples;
+    where they do not divide, the first ranks have one more; where there are too few, the last have
+    none.
 
     Args:
         batch: A pytree whose tensors have one row per sample along dim 0, the same on all ranks.

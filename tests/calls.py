@@ -56,7 +56,7 @@ def with_aux(loss):
 
 
 class Call(NamedTuple):
-    """A public function as ``run(loss, params, batch, **options)``, two rows a microbatch."""
+    """A public function as ``run(loss, params, batch, **options)``, two samples a microbatch."""
 
     run: Callable[..., Any]
     differentiates: bool = True

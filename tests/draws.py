@@ -26,7 +26,7 @@ def generator(seed):
 
 
 def slices(sizes):
-    """Which rows each microbatch has."""
+    """Which samples each microbatch has."""
     return list(
         itertools.starmap(slice, itertools.pairwise(itertools.accumulate(sizes, initial=0)))
     )

@@ -19,7 +19,7 @@ from pureaccum.testing.strategies import compositions
 from tests.draws import generator
 
 
-ROWS = 12  # the most rows for which the loss below stays exact
+ROWS = 12  # the most samples for which the loss below stays exact
 
 
 def same(a, b):
@@ -55,7 +55,7 @@ def make_batch(seed, rows):
 
 def row_losses(params, batch):
     out = torch.relu(params["emb"][batch["i"]] @ params["w"] + params["b"])
-    return ((out - batch["y"]) ** 2).sum(-1)  # at most 2 * 450**2 a row
+    return ((out - batch["y"]) ** 2).sum(-1)  # at most 2 * 450**2 a sample
 
 
 class Loss(NamedTuple):

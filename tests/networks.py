@@ -1,4 +1,4 @@
-"""Ordinary networks on ordinary floats; none couples the rows of a batch."""
+"""Ordinary networks on ordinary floats; none couples the samples of a batch."""
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ def params_of(seed, dtype):
 
 
 def batch_of(seed, dtype, rows=ROWS):
-    """Rows of very different loss, and weights that are no round numbers."""
+    """Samples of very different loss, and weights that are no round numbers."""
     random = generator(seed)
     size = 10.0 ** torch.randint(-1, 2, (rows, 1), generator=random)
     return {

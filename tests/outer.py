@@ -61,7 +61,7 @@ class Problem(NamedTuple):
         return self.piece(slice(None))(params, batch)
 
     def piece(self, rows):
-        """What some of the rows bring to it."""
+        """What some of the samples bring to it."""
 
         def value(params, batch):
             part = {key: column[rows] for key, column in batch.items()}

@@ -23,12 +23,12 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 
 def fits(w, x):
-    """A loss that is the mean of its rows."""
+    """A loss that is the mean of its samples."""
     return ((x @ w) ** 2).mean()
 
 
 def end(z):
-    """One number that couples all rows."""
+    """One number that couples all samples."""
     return (z @ z.T).sin().sum()
 
 

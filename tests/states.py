@@ -22,7 +22,7 @@ with torch.random.fork_rng(devices=[]):
 
 
 def dropped(params, batch, buffers, keys):
-    """BatchNorm, and dropout by the row."""
+    """BatchNorm, and dropout by the sample."""
     out, new = FN.apply(params, buffers, batch["x"])
     out = pa.dropout(out, 0.25, keys)
     return ((out - batch["y"]) ** 2).mean(), new

@@ -21,7 +21,7 @@ from .torch_internals import modes
 
 
 S = TypeVar("S")
-LARGEST_INT = 2**63 - 1  # that torch counts to: of rows, sizes and steps
+LARGEST_INT = 2**63 - 1  # that torch counts to: of samples, sizes and steps
 
 
 # Settings ------------------------------------------------------------------------------------

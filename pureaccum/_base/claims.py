@@ -221,7 +221,8 @@ def nothing_of(held: trees.Tree, device: torch.device) -> Tensor:
 def tied(tree: trees.Tree, zero: Tensor) -> trees.Tree:
     """The same numbers in one form on all ranks: transforms follow them as they do a zero.
 
-    What a rank computes from no rows no transform would follow, and the others would wait for it.
+    What a rank computes from no samples no transform would follow, and the others would wait for
+    it.
     """
     return trees.tree_map(lambda x: torch.where(zero == 0, x, zero.to(x.device, x.dtype)), tree)
 

@@ -89,7 +89,7 @@ def compiler_refusal(error: BaseException) -> str | None:
     text = str(error)
     if is_limit(error):
         return (
-            "this step was compiled anew again and again: something besides the number of rows "
+            "this step was compiled anew again and again: something besides the number of samples "
             "changes from call to call, and torch's own warning names it. A number that the loss "
             "reads from around it is a constant of a graph: make it a tensor, which may change, "
             "torch.tensor(t, dtype=torch.float64), or torch.int64 for an int. Pad what comes in "
@@ -159,8 +159,8 @@ RULES = (  # words of torch about vmap, and what they mean: the first that fits
     (
         "randomness error mode",
         "draws random numbers, and vmap has to be told whether samples share them: "
-        "randomness='different' or 'same'. With a key for each row of the batch (pa.dropout) they "
-        "do not depend on the chunks either.",
+        "randomness='different' or 'same'. With a key for each sample of the batch (pa.dropout) "
+        "they do not depend on the chunks either.",
     ),
     (
         ".item()",

@@ -1,4 +1,4 @@
-"""The monoid of sums of gradients and of weights, and the primitive: a function of rows.
+"""The monoid of sums of gradients and of weights, and the primitive: a function of samples.
 
 What a loss returns (``loss``) weighs something (``weights``). The gradient of a microbatch is four
 functions (``seams``), which features wrap (``layers``); ``engines`` go forwards and back, gradients

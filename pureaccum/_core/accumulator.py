@@ -54,7 +54,7 @@ def accumulator(
     The rule::
 
         init(params)        = zeros
-        update(state, part) = state + (w * gradient, w * loss, w)    # w: rows, or of Weighted
+        update(state, part) = state + (w * gradient, w * loss, w)    # w: samples, or of Weighted
         merge(a, b)         = a + b
         finalize(state)     = grads / weight, total / weight         # once; a sum as it is
 
@@ -66,7 +66,7 @@ def accumulator(
         has_aux: Whether the loss returns ``(loss, aux)``; ``update`` then gives ``(state, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along dim 0.
-        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
         nonfinite: What becomes of a microbatch with an inf or NaN: ``"propagate"`` adds it all the
             same; ``"skip"`` leaves it out with its weight, and counts it; ``"raise"`` raises

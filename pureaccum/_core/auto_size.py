@@ -140,7 +140,7 @@ class Tried(NamedTuple):
         return known._replace(fails=min(size, known.fails), calls=0)
 
     def after(self, size: int, rows: int) -> "Tried":
-        """What is known once a size went well in a batch of so many rows."""
+        """What is known once a size went well in a batch of so many samples."""
         if size < self.fits:
             return self
         return self._replace(fits=size, rows=max(rows, self.rows) if size == self.fits else rows)
@@ -175,7 +175,7 @@ def by_memory(
     kinds: dict[Any, Tried] = {}
 
     def begun_with(args: Any, kwargs: Any) -> tuple[Any, torch.device | None, int, Tried, int]:
-        """The kind of a batch, its device and rows, what is known of it, and the first size."""
+        """The kind of a batch, its device and samples, what is known of it, and the first size."""
         batch, rest = look(*args, **kwargs)
         rows = max(batches.rows_to_cut(batches.read_batch(batch, root), root), 1)
         kind, device = _kind(batch, rest)
@@ -248,7 +248,7 @@ _REACHED = (
 
 
 def _kind(batch: trees.Tree, rest: trees.Tree) -> tuple[Any, torch.device | None]:
-    """What decides how much memory a row needs, and the device of the first tensor."""
+    """What decides how much memory a sample needs, and the device of the first tensor."""
     (rows, rows_spec), (leaves, spec) = trees.flatten(batch), trees.flatten(rest)
     tensors = [x for x in (*leaves, *rows) if isinstance(x, Tensor)]
     shapes = (
@@ -260,8 +260,8 @@ def _kind(batch: trees.Tree, rest: trees.Tree) -> tuple[Any, torch.device | None
 
 def _sentence(tried: list[int], rows: int) -> str:
     return (
-        f"microbatch_size='auto' tried {', '.join(map(str, tried))} of {rows} rows, and there is "
-        "no smaller size. What does not shrink with it are gradients, optimizer state and the "
+        f"microbatch_size='auto' tried {', '.join(map(str, tried))} of {rows} samples, and there "
+        "is no smaller size. What does not shrink with it are gradients, optimizer state and the "
         "next state (donate=True, with a number for the size, saves the last); remat saves "
         "activations."
     )
@@ -322,7 +322,7 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
         if options.get("stream"):
             raise ValueError(
                 "microbatch_size='auto' came with a stream, of which no call has the whole; "
-                "expected a number of rows, or None to take its batches as they are."
+                "expected a number of samples, or None to take its batches as they are."
             )
         make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
         cut_at = checks.check_argnums(options.get("batch_argnums", 1), "batch_argnums")

@@ -1,13 +1,13 @@
 """Cutting a batch into microbatches.
 
-    a tensor                                      has one row per sample along dim 0, and is cut
-    a list with one entry, no number, per row     is cut like a tensor: texts, say, or records
-    a jagged nested tensor                        is cut between its rows
-    all else: None, numbers, strings, objects     goes to every microbatch as it is
+    a tensor                                        has one row per sample along dim 0, and is cut
+    a list with one entry, no number, per sample    is cut like a tensor: texts, say, or records
+    a jagged nested tensor                          is cut between its samples
+    all else: None, numbers, strings, objects       goes to every microbatch as it is
 
-A microbatch is a view of some rows; the last one may be shorter; a batch without rows has no
-microbatches. What might be rows and is not cut is refused: an array, numbers in a list, an object
-that holds tensors. A microbatch of a stream is not cut, so nothing in it needs to be rows.
+A microbatch is a view of some samples; the last one may be shorter; a batch without samples has no
+microbatches. What might be samples and is not cut is refused: an array, numbers in a list, an
+object that holds tensors. A microbatch of a stream is not cut: nothing in it needs to be samples.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from .._base.containers import open_tree
 from .._base.sharded_rows import NOWHERE, Over
 
 
-_SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
+_SIZE = "an int of at least 1, the samples of a microbatch (not the number of microbatches)"
 
 
 class Batch(NamedTuple):
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def read_microbatch(microbatch: trees.Tree, root: str = "batch") -> Batch:
-    """Flatten a microbatch of a stream; without rows it has a problem, which who counts raises."""
+    """Flatten a microbatch of a stream; one without samples has a problem, raised by who counts."""
     try:
         return read_batch(microbatch, root, cut=False)
     except NotRowsError as error:
@@ -67,7 +67,7 @@ def read_batch(batch: trees.Tree, root: str = "batch", dim: int = 0, *, cut: boo
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise NotRowsError(
-                    f"{trees.paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected rows "
+                    f"{trees.paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected samples "
                     f"along dim {dim}, which it does not have."
                 )
             if rows is None:
@@ -88,7 +88,7 @@ def read_batch(batch: trees.Tree, root: str = "batch", dim: int = 0, *, cut: boo
 
 
 def _check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool) -> None:
-    """Refuse what might be rows, and what only one microbatch could read."""
+    """Refuse what might be samples, and what only one microbatch could read."""
     name = f"{trees.paths(spec, root)[i]} is a {type(x).__module__}.{type(x).__qualname__}"
     if hasattr(x, "__array__") or hasattr(x, "__dlpack__"):
         raise TypeError(
@@ -98,8 +98,8 @@ def _check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool)
     if hasattr(x, "__next__"):
         raise TypeError(
             f"{name}, an iterator, of which the first microbatch would leave nothing to the "
-            "others. Pass a tensor or a list with one entry per row; a stream of microbatches goes "
-            "to step.window, or to update one by one."
+            "others. Pass a tensor or a list with one entry per sample; a stream of microbatches "
+            "goes to step.window, or to update one by one."
         )
     if cut and (held := _held_tensor(x)):
         raise TypeError(
@@ -123,7 +123,7 @@ def _held_tensor(x: Any) -> str:
 
 
 def _with_lists(batch: trees.Tree, rows: int, root: str, cut: bool) -> trees.Flat:
-    """The batch taken apart, where a list with one entry for each row is a leaf."""
+    """The batch taken apart, where a list with one entry for each sample is a leaf."""
 
     def is_column(x: Any) -> bool:
         if type(x) not in (list, tuple) or len(x) != rows:
@@ -149,8 +149,8 @@ def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
         if size is not None and isinstance(x, torch.Tensor) and x.is_nested:
             raise TypeError(
                 f"{trees.paths(batch.spec, root)[i]} is a nested tensor of layout {x.layout}, "
-                "which is not cut into rows in a graph. Hand its microbatches to step.window, or "
-                "leave compile out."
+                "which is not cut into samples in a graph. Hand its microbatches to step.window, "
+                "or leave compile out."
             )
         if type(x) in (list, tuple):
             raise TypeError(
@@ -162,27 +162,27 @@ def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
 def _listed(batch: Batch, root: str, i: int) -> str:
     x = batch.leaves[i]
     kind = f"a {type(x).__name__} of {len(x)} {type(x[0]).__name__}s"
-    return f"{trees.paths(batch.spec, root)[i]} is {kind}, one for each row"
+    return f"{trees.paths(batch.spec, root)[i]} is {kind}, one for each sample"
 
 
 def need_rows(batch: Batch, root: str = "batch") -> int:
-    """The number of rows, or an error where no tensor tells it."""
+    """The number of samples, or an error where no tensor tells it."""
     if batch.problem is not None:
         raise batch.problem
     if batch.rows is None:
         came = ", ".join(type(leaf).__name__ for leaf in batch.leaves) or "no leaf at all"
         raise ValueError(
-            f"{root} holds no tensor ({came}), so it has no rows to cut or to count. Every tensor "
-            "of a batch has one row per sample along dim 0"
+            f"{root} holds no tensor ({came}), so it has no samples to cut or to count. Every "
+            "tensor of a batch has one row per sample along dim 0"
             + ("; batch_argnums says which arguments are batches." if root == "args" else ".")
         )
     return batch.rows
 
 
 def rows_to_cut(batch: Batch, root: str = "batch", *, one_by_one: bool = False) -> int:
-    """The number of rows, or an error where a batch cannot be cut into them, or mapped over.
+    """The number of samples, or an error where a batch cannot be cut into them, or mapped over.
 
-    ``one_by_one`` says that nothing but tensors is: by a function of rows, or by a vmap.
+    ``one_by_one`` says that nothing but tensors is: by a function of samples, or by a vmap.
     """
     for i, leaf in enumerate(batch.leaves):
         if one_by_one and type(leaf) in (list, tuple):
@@ -197,7 +197,7 @@ def rows_to_cut(batch: Batch, root: str = "batch", *, one_by_one: bool = False) 
         if kind := _not_cut(leaf, one_by_one):
             raise TypeError(
                 f"{trees.paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into "
-                f"rows. {kind[1]}. Where nothing is cut it is taken as it is: "
+                f"samples. {kind[1]}. Where nothing is cut it is taken as it is: "
                 "microbatch_size=None, or the update of an accumulator or of a step, microbatch "
                 "by microbatch."
             )
@@ -209,11 +209,11 @@ def _not_cut(x: torch.Tensor, one_by_one: bool) -> tuple[str, str] | None:
     if x.is_nested:
         is_jagged = x.layout == torch.jagged and x.dim() - x.values().dim() == 1
         if is_jagged and isinstance(x.size(1), torch.SymInt) and not one_by_one:
-            return None  # its rows lie end to end
+            return None  # its samples lie end to end
         return (
             f"a nested tensor of layout {x.layout}",
-            "Pad its rows (x.to_padded_tensor(0.0)), with a mask beside them and Weighted in the "
-            "loss"
+            "Pad its samples (x.to_padded_tensor(0.0)), with a mask beside them and Weighted in "
+            "the loss"
             + ("" if one_by_one else "; or make it a jagged one, layout=torch.jagged, along dim 1"),
         )
     if x.layout != torch.strided:
@@ -229,7 +229,7 @@ def cut_batch(batch: Batch, size: int | Sequence[int]) -> Iterator[trees.Tree]:
     sizes = sizes_of(batch.rows or 0, size)
     over = sharded_rows.rows_over(batch.leaves) if dtensors.any_sharded(batch.leaves) else NOWHERE
     columns = [
-        leaf.split(size)[: len(sizes)]  # torch makes one piece of no rows
+        leaf.split(size)[: len(sizes)]  # torch makes one piece of no samples
         if over == NOWHERE and isinstance(leaf, torch.Tensor) and not leaf.is_nested
         else _pieces(leaf, sizes, over)
         for leaf in batch.leaves
@@ -263,7 +263,7 @@ def _jagged(x: Any, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
 
 
 def cut_at(batch: Batch, start: int, *sizes: int) -> list[tuple[trees.Tree, int, int]]:
-    """Pieces of some sizes, one after the other: each, its rows, and how many come before them."""
+    """Pieces of some sizes: each, how many samples it has, and how many come before them."""
     rest = (batch.rows or 0) - start - sum(sizes)
     pieces = [*cut_batch(batch, [start, *sizes, rest])][1:-1]
     starts = itertools.accumulate(sizes[:-1], initial=start)
@@ -271,7 +271,7 @@ def cut_at(batch: Batch, start: int, *sizes: int) -> list[tuple[trees.Tree, int,
 
 
 def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
-    """The rows of every microbatch."""
+    """The samples of every microbatch."""
     if isinstance(size, Sequence):  # no symbol of make_fx is an int
         return size
     return [min(size, rows - start) for start in range(0, rows, size)]
@@ -280,10 +280,10 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
 def sizes_of_batch(
     rows: int, size: int | list[int], name: str = "microbatch_size"
 ) -> Sequence[int]:
-    """The rows of every microbatch, or an error where a list of them is not of this batch."""
+    """The samples of every microbatch, or an error where a list of them is not of this batch."""
     if isinstance(size, list) and sum(size) != rows:
         raise ValueError(
-            f"{name}={size} are {sum(size)} rows; the batch has {rows}. Give the rows of "
+            f"{name}={size} are {sum(size)} samples; the batch has {rows}. Give the samples of "
             "every microbatch of this batch, or one number for all batches."
         )
     return sizes_of(rows, size)
@@ -318,7 +318,7 @@ def parts_of_batch() -> int:
 def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) -> int:
     """The size itself, or an error that says what a size is.
 
-    No batch has more rows than torch can count, so larger sizes are all the same.
+    No batch has more samples than torch can count, so larger sizes are all the same.
     """
     return min(checks.check_int(size, name, expected, 1), checks.LARGEST_INT)
 
@@ -332,20 +332,20 @@ def check_sizes(size: Any) -> int | list[int]:
 
 
 def microbatches(batch: trees.Tree, size: int | Sequence[int]) -> Iterator[trees.Tree]:
-    """Cut a batch into microbatches of ``size`` rows, the last one possibly shorter.
+    """Cut a batch into microbatches of ``size`` samples, the last one possibly shorter.
 
     The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, of every tensor and of every
-    list with one entry, no number, per row.
+    list with one entry, no number, per sample.
 
     Args:
         batch: A pytree whose tensors have one row per sample along dim 0: mappings and dataclasses
             are trees as well. None, numbers, strings and other objects are handed to every
             microbatch as they are.
-        size: Rows per microbatch; or a list, the rows of each.
+        size: Samples per microbatch; or a list, the samples of each.
 
     Returns:
         An iterator of trees like ``batch`` whose tensors are views; empty where the batch has
-        no rows. Bad input raises here, not at the first ``next``.
+        no samples. Bad input raises here, not at the first ``next``.
 
     Example:
         >>> batch = {"x": torch.arange(5), "training": True}
@@ -356,7 +356,7 @@ def microbatches(batch: trees.Tree, size: int | Sequence[int]) -> Iterator[trees
     rows = rows_to_cut(flat)
     if not isinstance(size, (list, tuple)):
         return cut_batch(flat, check_size(size, "size", f"{_SIZE}, or a list of such"))
-    expected = "an int of at least 0, the rows of a microbatch"
+    expected = "an int of at least 0, the samples of a microbatch"
     most = checks.LARGEST_INT
     each = [checks.check_int(n, f"size[{i}]", expected, 0, most) for i, n in enumerate(size)]
     return cut_batch(flat, sizes_of_batch(rows, each, "size"))
@@ -389,7 +389,7 @@ def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int,
     first = next(j for j, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     came, expected = (
         f"{x.size(dim)}{rows} ({'nested' if x.is_nested else f'shape {tuple(x.shape)}'})"
-        for x, rows in ((leaves[i], " rows"), (leaves[first], ""))
+        for x, rows in ((leaves[i], " samples"), (leaves[first], ""))
     )
     names = trees.paths(spec, root)
     return (

@@ -58,8 +58,8 @@ def sum_over_ranks_(
     what has travelled, or the tensor itself, written to. Nothing is written to where ranks claim
     different things. ``numbers`` is a float64 vector, at most ``RANK_NUMBERS`` long; each tensor is
     first multiplied by its entry of ``times``; ``ahead`` buckets may be under way at a time. The
-    function that is returned waits, and gives the numbers of all ranks, one row each, and whether
-    ranks agree if nobody has looked yet.
+    function that is returned waits, and gives the numbers of all ranks, one sample each, and
+    whether ranks agree if nobody has looked yet.
     """
     group = dist.group.WORLD if group is None else group
     sums = _Sums(tensors, numbers, group, claimed, times)

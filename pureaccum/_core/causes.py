@@ -1,7 +1,7 @@
 """Why a loss may not be cut, and what is right in its place: the error that says both.
 
-What it calls tells some causes (batch norm, a mean over some targets, rows beside rows), and how
-its values for some rows add up tells others.
+What it calls tells some causes (batch norm, a mean over some targets, samples beside samples), and
+how its values for some samples add up tells others.
 """
 
 import inspect
@@ -35,43 +35,43 @@ CAUSES = {
         ),
         Cause(
             "mean of means",
-            "it is a mean over weights, targets or tokens that count, of which some rows have more "
-            "than others",
+            "it is a mean over weights, targets or tokens that count, of which some samples have "
+            "more than others",
             "return pa.Weighted(per_token.sum(), mask.sum())  # the total and its count",
         ),
         Cause(
             "weight",
-            "its total and its weight are not both sums over rows",
+            "its total and its weight are not both sums over samples",
             "return pa.Weighted(per_token.sum(), mask.sum())  # two sums",
         ),
         Cause(
             "sum as mean",
-            "it is a sum over its rows, and was declared a mean",
+            "it is a sum over its samples, and was declared a mean",
             'reduction="sum"  # or .mean() in the loss',
         ),
         Cause(
             "mean as sum",
-            "it is a mean over its rows, and was declared a sum",
+            "it is a mean over its samples, and was declared a sum",
             'reduction="mean"  # or .sum() in the loss',
         ),
         Cause(
             "constant term",
-            "it holds a term that does not depend on the rows, such as a penalty on parameters, "
+            "it holds a term that does not depend on the samples, such as a penalty on parameters, "
             "which each microbatch adds once more",
-            "return (per_row + penalty / rows_of_batch).sum()  # a share for every row",
+            "return (per_row + penalty / rows_of_batch).sum()  # a share for every sample",
         ),
         Cause(
             "several means",
             "no one weight makes it a mean: a sum of means over different things, or a total over "
-            "a count that some rows are no part of",
-            'return a.sum() / batch["rows"] + b.sum() / batch["tokens"]  # of the whole batch, as '
-            'Python numbers; reduction="sum"',
+            "a count that some samples are no part of",
+            'return a.sum() / batch["samples"] + b.sum() / batch["tokens"]  # of the whole batch, '
+            'as Python numbers; reduction="sum"',
         ),
         Cause(
             "batch coupling",
-            "what a row adds depends on the other rows",
-            "z = pa.microbatch(encode, microbatch_size={rows})(params, batch)  # and the loss of "
-            "all rows in plain code, with no microbatch_size outside",
+            "what a sample adds depends on the other samples",
+            "z = pa.microbatch(encode, microbatch_size={rows})(params, batch)  # and the loss "
+            "of all samples in plain code, with no microbatch_size outside",
         ),
     )
 }
@@ -85,11 +85,11 @@ class CoupledLossError(ValueError):
         told: The attributes.
 
     Attributes:
-        whole: The loss of some rows.
+        whole: The loss of some samples.
         parts: The losses of two parts of them.
         percent: By how much the parts miss the whole.
         kind: What kind of loss it is, as ``testing.check_accumulation`` calls it.
-        where: The module or the line that couples rows, where that can be told.
+        where: The module or the line that couples samples, where that can be told.
         way: A line of code that is right, often with ``Weighted``, ``microbatch``, ``functional``.
 
     Example:
@@ -118,7 +118,7 @@ class CoupledLossError(ValueError):
 def coupled_error(
     asked: Any, pieces: list[Any], sums: Any, modules: Sequence[nn.Module]
 ) -> CoupledLossError:
-    """The error for a loss that calls some modules, from some rows and two parts of these.
+    """The error for a loss that calls some modules, from some samples and two parts of these.
 
     ``asked`` calls the loss (see coupling.py), and ``sums`` are their totals and weights.
     """
@@ -135,11 +135,11 @@ def coupled_error(
     if kind == "weight":
         told = [f"{total:.6g} / {weight:.6g}" for total, weight in pairs]
     return CoupledLossError(
-        f"the loss does not add up over rows: it is {told[0]} for {rows[0]} rows, and {told[1]} "
-        f"and {told[2]} for two parts of them ({rows[1]} and {rows[2]} rows), "
+        f"the loss does not add up over samples: it is {told[0]} for {rows[0]} samples, and "
+        f"{told[1]} and {told[2]} for two parts of them ({rows[1]} and {rows[2]} samples), "
         f"{100 * max(shares):.2g} % apart. So microbatches do not give the gradient of the full "
-        f"batch. Likely cause ({kind}{where and f', in {where}'}): {says}. Expected:\n\n    {way}"
-        "\n\ncheck=False adds microbatches up all the same, as a loop written by hand does.",
+        f"batch. Likely cause ({kind}{where and f', in {where}'}): {says}. Expected:\n\n    "
+        f"{way}\n\ncheck=False adds microbatches up all the same, as a loop written by hand does.",
         whole=whole,
         parts=tuple(parts),
         percent=100 * max(shares),
@@ -169,7 +169,7 @@ def _cause(
 
 
 def _kind_of_sum(asked: Any, piece: Any) -> str:
-    """What a loss is of its rows, by how three parts, and neighbours among them, add up."""
+    """What a loss is of its samples, by how three parts, and neighbours among them, add up."""
     sizes, totals = _thirds(asked, piece)
     if totals is None:
         return "several means"
@@ -190,7 +190,7 @@ def _kind_of_sum(asked: Any, piece: Any) -> str:
 
 
 def _thirds(asked: Any, piece: Any) -> tuple[list[int], list[float] | None]:
-    """The rows and the losses of three parts, of each two neighbours, and of all of them."""
+    """The samples and the losses of three parts, of each two neighbours, and of all of them."""
     (_, rows, start), batch = piece, asked.question.batch
     rows = min(max(rows, 6), batch.rows)
     start = min(start, batch.rows - rows)
@@ -212,14 +212,16 @@ def _equal(a: float, b: float) -> bool:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the calls of torch's functions that couple rows."""
+    """Notes the calls of torch's functions that couple samples."""
 
     def __init__(self, modules: Sequence[nn.Module], rows: int) -> None:
         super().__init__()
         self.modules, self.rows, self.number = modules, rows, 0
         self.norms: list[str] = []
         self.means: list[tuple[str, str]] = []
-        self.beside: dict[int, str] = {}  # by their number, those of which a row needs the others
+        self.beside: dict[
+            int, str
+        ] = {}  # by their number, those of which a sample needs the others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -234,11 +236,11 @@ class _Calls(TorchFunctionMode):
         return out
 
     def compares(self, x: Any) -> bool:
-        """Whether a tensor has a number for each pair of rows, or for each row by its place."""
+        """Whether a tensor has a number for each pair of samples, or for each by its place."""
         return isinstance(x, Tensor) and [*x.shape].count(self.rows) > 1
 
     def over_rows(self, args: Any, kwargs: Any) -> bool:
-        """Whether a statistic is one of each column, over the rows."""
+        """Whether a statistic is one of each column, over the samples."""
         x, dim = [*args, None, None][:2]
         dim = kwargs.get("dim", kwargs.get("axis", dim))
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)

@@ -36,9 +36,9 @@ MOST = 1e-6  # what rounding in float32 leaves of a sum is less than a tenth of 
 QUESTIONS = 8  # to a loss that gives no answer
 FEW = 8  # rows: an answer about fewer tells nothing of others
 
-# Of leaves, a microbatch, its rows, and what is carried.
+# Of leaves, a microbatch, its samples, and what is carried.
 LossOfPart = Callable[[Any, Any, int, Any], Any]
-Piece = tuple[Any, int, int]  # some rows, how many, and how many of the batch come before them
+Piece = tuple[Any, int, int]  # some samples, how many, and how many of the batch come before them
 
 
 class Answer:
@@ -50,7 +50,7 @@ class Answer:
         self.coupled = self.settled = False  # refused, and seen to fit
 
     def note(self, coupled: bool | None, rows: int) -> None:
-        """Note an answer about some rows, of which two settle nothing; None where there is none."""
+        """Note an answer about some samples, or None; two of them settle nothing."""
         self.questions += 1
         self.coupled = self.coupled or bool(coupled)
         self.settled = self.settled or (coupled is False and rows > 2)
@@ -63,7 +63,8 @@ class Question(NamedTuple):
 
     batch: batches.Batch
     parts: int  # into how many microbatches it is cut
-    # Whether the loss has aux, what it is of its rows, and how many a microbatch has, or ``FEW``.
+    # Whether the loss has aux, what it is of its samples, and how many a microbatch has, or
+    # ``FEW``.
     kind: tuple[bool, losses.Reduction, int]
 
 
@@ -154,7 +155,7 @@ class Inquiry:
 
 
 def _cuts(batch: batches.Batch, start: int, rows: int) -> Iterator[list[Piece]]:
-    """Some rows, and two parts of them: of a microbatch, or of two where it has few rows."""
+    """Some samples, and two parts of them: of a microbatch, or of two where it has few samples."""
     try:
         total = batches.rows_to_cut(batch)
     except (TypeError, ValueError):
@@ -173,7 +174,7 @@ def _cuts(batch: batches.Batch, start: int, rows: int) -> Iterator[list[Piece]]:
 class Asked:
     """A loss that is called for numbers alone: nothing is recorded, and nothing is left of it.
 
-    Its microbatch has ``rows`` of the batch, and the batch so many ``before`` them.
+    Its microbatch has ``rows`` samples of the batch, and the batch so many ``before`` them.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Asked:
         return found
 
     def amount(self, out: Any, rows: int) -> tuple[float, float]:
-        """The total and the weight of what the loss returned for so many rows."""
+        """The total and the weight of what the loss returned for so many samples."""
         with torch.no_grad():
             has_aux, reduction, _ = self.question.kind
             seen, shape = losses.read(out, has_aux)
@@ -302,7 +303,7 @@ def _judged(asked: Asked, pieces: list[Piece], own: Totals) -> tuple[bool | None
 
 
 def _repeats(found: list[tuple[float, float]] | None) -> bool:
-    """Whether two calls with the same rows, and other random numbers, came to the same."""
+    """Whether two calls with the same samples, and other random numbers, came to the same."""
     return found is not None and Totals(*zip(*found, strict=True)).off() <= MOST
 
 

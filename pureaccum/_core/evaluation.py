@@ -58,8 +58,8 @@ def value(  # noqa: D417
         policy: Mixed precision, as a step has it: what ``func`` is given by position is cast, or
             autocast is opened around it.
         stream: Whether the batch arguments are iterables of batches, such as a loader, which are
-            gone through once. A batch of a stream need not have rows where ``func`` is no mean over
-            rows, and is not cut.
+            gone through once. A batch of a stream need not have samples where ``func`` is no mean
+            over samples, and is not cut.
         check: Whether ``func`` is asked if microbatches add up: see ``grad_and_value``.
 
     Returns:

@@ -1,12 +1,12 @@
 """What ranks exchange inside of a function, and how it is differentiated.
 
-    psum(x)      the sum over all ranks, on each of them     its transpose: psum
-    gather(x)    the rows of all ranks, on each of them      its transpose: scatter
-    scatter(x)   the sum over all ranks, of own rows alone   its transpose: gather
-    total(x)     the sum (or the rows) of all ranks, of      its transpose: copy
+    psum(x)      the sum over all ranks, on each of them      its transpose: psum
+    gather(x)    the samples of all ranks, on each of them    its transpose: scatter
+    scatter(x)   the sum over all ranks, of own samples       its transpose: gather
+    total(x)     the sum (or the samples) of all ranks, of    its transpose: copy
                  which they hold one copy together
-    copy(x)      a rank's own copy (or rows) of what all     its transpose: total
-                 hold
+    copy(x)      a rank's own copy (or samples) of what       its transpose: total
+                 all hold
 
 What all ranks return, added up, is what is differentiated: then a sum that each of them receives
 has a cotangent on each of them, and the transpose adds these up. So ``make_step(..., group=...)``,
@@ -84,7 +84,7 @@ _agreed: WeakKeyDictionary[Any, claims.Agreement] = WeakKeyDictionary()
 _CAUSE = (
     "Ranks call psum and gather in one order, equally often, with tensors that are alike. Did one "
     "of them take another branch, cut its batch around the call into another number of "
-    "microbatches, or leave out a microbatch because it had no rows?"
+    "microbatches, or leave out a microbatch because it had no samples?"
 )
 
 
@@ -94,7 +94,9 @@ class Exchange:
     def __init__(self, kind: Kind, group: Any, each: Any = None, fixed: bool = False) -> None:
         self.kind: Kind = kind
         self.group, self.fixed = group, fixed  # fixed: no data can decide what shapes there are
-        self.each: list[int] | None = each  # the rows of each rank, if it is of rows and once known
+        self.each: list[int] | None = (
+            each  # the samples of each rank, if it is of samples and once known
+        )
         self.of_rows = each is not None or kind in ("gather", "scatter")
         self.gathers = self.of_rows and kind in ("gather", "total")
 
@@ -263,7 +265,7 @@ class _Exchange(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], how: Exchange, *tensors: Tensor) -> Any:  # pyright: ignore
-        to = 1 if how.of_rows else 0  # behind the rows
+        to = 1 if how.of_rows else 0  # behind the samples
         dims = [None if d is None else to for d in in_dims[1:]]
         pairs = zip(tensors, in_dims[1:], strict=True)
         moved = [x if d is None else x.movedim(d, to) for x, d in pairs]

@@ -1,8 +1,8 @@
 """The ledger of a window: what its microbatches came to, as a product of commutative monoids.
 
     sums of gradients, total, weight, counts, squares      added
-    buffers and moments, the rows so far                    carried from one microbatch to the next
-    aux                                                     reduced by its reductions
+    buffers and moments, the samples so far                carried from one microbatch to the next
+    aux                                                    reduced by its reductions
 
 Each begins with nothing, is entered microbatch by microbatch, and is finished once; two of them are
 merged by ``merged`` and its kin, wherever they come from: another rank, a file.
@@ -31,7 +31,7 @@ class AccumState(NamedTuple):
     Attributes:
         grads: A tree like params: sums of (weight * gradient), float32 at least.
         total: Sum of (weight * loss), float64.
-        weight: Sum of weights, float64: rows, or what ``Weighted`` says. A plain
+        weight: Sum of weights, float64: samples, or what ``Weighted`` says. A plain
             ``reduction="sum"`` has nothing to divide by and leaves it at zero.
         microbatches: How many updates there were, skipped ones included.
         skipped: How many of them ``nonfinite="skip"`` left out.
@@ -68,7 +68,7 @@ class Flow(NamedTuple):
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
     aux: reductions.AuxState | None = None  # what was reduced before
     aux_reduction: trees.Tree = None  # how aux is reduced, where there is any
-    over: sharded_rows.Over = sharded_rows.NOWHERE  # the ranks of which each cuts its own rows
+    over: sharded_rows.Over = sharded_rows.NOWHERE  # the ranks of which each cuts its own samples
 
 
 class Ledger:
@@ -81,7 +81,7 @@ class Ledger:
         self.entries: list[Microbatch] = []
 
     def enter(self, entry: Microbatch, rows: int) -> None:
-        """Enter one more microbatch, of so many rows."""
+        """Enter one more microbatch, of so many samples."""
         flow = self.flow
         if flow.advance is not None:
             carried, entry = flow.advance(flow.carried, entry, rows)
@@ -231,7 +231,7 @@ def _settled_in_tensors(seen: Sequence[Microbatch], rule: seams.Rule) -> tuple[A
     # The weights to divide by: a plain sum has none.
     weight = _sum([x.weight for x in seen if x.weighted or rule.reduction == "mean"])
     if torch.compiler.is_dynamo_compiling() and not isinstance(weight, Tensor):
-        weight = torch.full_like(total, weight)  # else there is a graph for each number of rows
+        weight = torch.full_like(total, weight)  # else there is a graph for each number of samples
     flags = [entry.finite for entry in seen if entry.finite is not None]
     # inf - inf is NaN; a third of the time of isfinite
     nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0
@@ -241,7 +241,7 @@ def _settled_in_tensors(seen: Sequence[Microbatch], rule: seams.Rule) -> tuple[A
 def _totals(seen: Sequence[Microbatch]) -> Tensor:
     """The totals of all entries, in few operations.
 
-    A compiler sees to that by itself, and would take the number of rows for a constant if two of
+    A compiler sees to that by itself, and would take the number of samples for a constant if two of
     them were compared.
     """
     values = [x.value for x in seen]

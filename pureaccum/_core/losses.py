@@ -190,7 +190,7 @@ def mean_value(total: Any, by: Any) -> Any:
 
 
 def mean_of(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
-    """The value of a loss: NaN over no weight, as over no rows, whatever the total."""
+    """The value of a loss: NaN over no weight, as over no samples, whatever the total."""
     if not isinstance(weight, Tensor):
         return total
     return mean_value(torch.where(counts(total, weight), total, 0.0), divisor(weight))
@@ -259,8 +259,8 @@ def advise_on_arguments(
         if rows and (more := _rows_said(error, x) - rows):
             refusals.add_once(
                 error,
-                f"argument {i!r} has {max(more)} rows, which go to each microbatch whole. For rows "
-                "of the batch set batch_argnums; of a step, put them into it.",
+                f"argument {i!r} has {max(more)} samples, which go to each microbatch whole. For "
+                "samples of the batch set batch_argnums; of a step, put them into it.",
             )
     if NO_GRAPH in str(error):
         refusals.add_once(
@@ -300,7 +300,7 @@ def _numbers(loss: Any, what: str, several: bool, weighted: bool = False) -> Ten
             "Weighted is one number and its weight; a Jacobian is taken of a plain tensor."
             if several
             else "Reduce it over its microbatch: .mean() (or .sum() with reduction='sum'), or "
-            "Weighted(total, weight) for a mean over anything but rows."
+            "Weighted(total, weight) for a mean over anything but samples."
         )
         raise ValueError(f"{what} has shape {tuple(loss.shape)}; expected a 0-d tensor. {cause}")
     if not loss.is_floating_point():

@@ -34,7 +34,7 @@ class Reducer(NamedTuple):
     Attributes:
         init: From a tree like what one of them gives, the state before the first.
         update: ``update(state, values, weights)``: the state with some more values, whose tensors
-            are stacked along a new dim 0, and a weight for each: its rows, its samples, or what
+            are stacked along a new dim 0, and a weight for each: its samples, or what
             ``Weighted`` says.
         merge: One state of two.
         finalize: The result, from a state. That of a microbatched function may be ignored, compared
@@ -202,7 +202,7 @@ class Subtrees:
         elif reduction == "concat":
             dims = len(its.shape)
             if not (-dims <= dim < dims and its.shape[dim] == rows):
-                wrong = f"has shape {its.shape} for a microbatch of {rows} rows"
+                wrong = f"has shape {its.shape} for a microbatch of {rows} samples"
         if wrong:
             needed = f"one row per sample along dim {dim}" if reduction == "concat" else "a tensor"
             raise ValueError(
@@ -255,7 +255,7 @@ class AuxState(NamedTuple):
 
     parts: Subtrees
     states: list[list[Any]]  # of the leaves of each part
-    over: Over  # the ranks of which each cuts its own rows
+    over: Over  # the ranks of which each cuts its own samples
 
 
 class Stack(NamedTuple):
@@ -300,7 +300,7 @@ def fold_stack(
     reduction: Tree,
     over: Over = NOWHERE,
 ) -> AuxState:
-    """The state with the aux of several more microbatches, each of so many rows."""
+    """The state with the aux of several more microbatches, each of so many samples."""
     if state is not None:
         parts = state.parts.of(stack.aux)
     else:

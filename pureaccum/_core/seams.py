@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """A microbatch, as a loss is given it, and the rows that its mean counts for."""
+    """A microbatch, as a loss is given it, and the samples that its mean counts for."""
 
     tree: Any
     rows: int
@@ -115,10 +115,10 @@ def judged_below(
 
 
 def of_total(rule: Rule, unit: float | None) -> Term:
-    """The innermost term: means and sums of as many rows have one weighing in a window."""
+    """The innermost term: means and sums of as many samples have one weighing in a window."""
     made: dict[Any, tuple[weights.Weighing | None, weights.Microbatch]] = {}
     reduction = rule.reduction
-    # Looking a symbol up makes it a number: a graph for each number of rows.
+    # Looking a symbol up makes it a number: a graph for each number of samples.
     keeps = not torch.compiler.is_dynamo_compiling()
 
     def term(
@@ -132,7 +132,7 @@ def of_total(rule: Rule, unit: float | None) -> Term:
             return weighing, like._replace(value=seen.total)
         entry = weights.enter(seen, shape, rows, reduction)
         found = weights.weigh(seen, rows, reduction, unit), entry
-        if kept and rows and not shape.weighted:  # of no rows the value is no total
+        if kept and rows and not shape.weighted:  # of no samples the value is no total
             made[kind] = found
         return found
 

@@ -1,8 +1,8 @@
-"""Which rows go together, so that no microbatch has more tokens than fit.
+"""Which samples go together, so that no microbatch has more tokens than fit.
 
-    the longest rows first, each into the fullest microbatch that has room for it
+    the longest samples first, each into the fullest microbatch that has room for it
     as many microbatches as that makes, or some more, so that each rank has as many
-    then again, each row into the emptiest one, if all of them fit in that way too
+    then again, each sample into the emptiest one, if all of them fit in that way too
 
 The first gives few microbatches, the last gives them nearly the same work. It is done on the host.
 """
@@ -18,15 +18,15 @@ from torch import Tensor
 from .._base import checks
 
 
-Bin = list[int]  # the rows of a microbatch
+Bin = list[int]  # the samples of a microbatch
 
 
 class Cut(NamedTuple):
-    """Which rows go together: their order, and how many rows each microbatch has.
+    """Which samples go together: their order, and how many samples each microbatch has.
 
     Attributes:
-        order: The rows one after the other, an int64 tensor: ``x[order]`` is the batch to cut.
-        sizes: The rows of each microbatch, for ``microbatches`` or ``make_step``.
+        order: The samples one after the other, an int64 tensor: ``x[order]`` is the batch to cut.
+        sizes: The samples of each microbatch, for ``microbatches`` or ``make_step``.
 
     Example:
         >>> order, sizes = cut([5, 2, 3], max_tokens=6)
@@ -45,24 +45,24 @@ def cut(
     ranks: int | None = None,
     padded: bool = False,
 ) -> Any:
-    """Which rows go together, so that no microbatch has more than ``max_tokens``.
+    """Which samples go together, so that no microbatch has more than ``max_tokens``.
 
-    The rule: best fit, the longest rows first; then, with so many microbatches, each row into the
-    one that has the fewest tokens, if all of them fit in that way too.
+    The rule: best fit, the longest samples first; then, with so many microbatches, each sample into
+    the one that has the fewest tokens, if all of them fit in that way too.
 
-    Every row is in one microbatch, and within it rows keep their order. The gradient is that of any
-    other cut, and of the whole batch.
+    Every sample is in one microbatch, and within it samples keep their order. The gradient is that
+    of any other cut, and of the whole batch.
 
     Args:
-        lengths: The tokens of each row. A tensor on a device is waited for.
+        lengths: The tokens of each sample. A tensor on a device is waited for.
         max_tokens: The most tokens that a microbatch may have.
         ranks: How many ranks share the rows: each gets as many microbatches as the others, and some
-            of them may be empty where rows are few.
-        padded: Whether rows are padded to the longest of their microbatch, which counts: rows times
-            that length. Otherwise tokens are counted as they are, end to end.
+            of them may be empty where samples are few.
+        padded: Whether samples are padded to the longest of their microbatch, which counts: samples
+            times that length. Otherwise tokens are counted as they are, end to end.
 
     Returns:
-        A ``Cut``; with ``ranks`` a list of them, one for each rank, of rows of the whole batch.
+        A ``Cut``; with ``ranks`` a list of them, one for each rank, of samples of the whole batch.
 
     Example:
         >>> x = torch.arange(4.0)
@@ -102,17 +102,17 @@ def _read(lengths: Any, most: int) -> list[int]:
         if lengths.dim() != 1 or not integral or lengths.dtype == torch.bool:
             raise TypeError(
                 f"lengths is a tensor of shape {tuple(lengths.shape)} and {lengths.dtype}; "
-                "expected one integer per row. Of a mask of tokens it is mask.sum(1)."
+                "expected one integer per sample. Of a mask of tokens it is mask.sum(1)."
             )
         lengths = lengths.tolist()
     try:
         given: list[Any] = list(lengths)
     except TypeError:
         raise TypeError(
-            f"lengths is a {type(lengths).__name__}; expected the tokens of each row, ints or an "
-            "integer tensor."
+            f"lengths is a {type(lengths).__name__}; expected the tokens of each sample, ints or "
+            "an integer tensor."
         ) from None
-    expected = "the tokens of a row, an int of at least 0"
+    expected = "the tokens of a sample, an int of at least 0"
     each = [
         checks.check_int(x, f"lengths[{i}]", expected, 0, checks.LARGEST_INT)
         for i, x in enumerate(given)
@@ -120,14 +120,14 @@ def _read(lengths: Any, most: int) -> list[int]:
     for i, length in enumerate(each):
         if length > most:
             raise ValueError(
-                f"lengths[{i}] is {length}, and max_tokens={most}: that row alone is too long for "
-                "a microbatch. Truncate or split it, or allow more."
+                f"lengths[{i}] is {length}, and max_tokens={most}: that sample alone is too long "
+                "for a microbatch. Truncate or split it, or allow more."
             )
     return each
 
 
 def _best_fit(each: list[int], longest_first: list[int], most: int) -> list[Bin]:
-    """Each row in the fullest microbatch that has room for it."""
+    """Each sample in the fullest microbatch that has room for it."""
     bins: list[Bin] = []
     room: list[tuple[int, int]] = []  # what is left in each, the least first, and which it is
     for i in longest_first:
@@ -143,7 +143,7 @@ def _best_fit(each: list[int], longest_first: list[int], most: int) -> list[Bin]
 
 
 def _side_by_side(each: list[int], longest_first: list[int], most: int) -> list[Bin]:
-    """Rows of like length together, as many as fit when padded to the longest of them."""
+    """Samples of like length together, as many as fit when padded to the longest of them."""
     bins: list[Bin] = []
     for i in longest_first:
         if not bins or (len(bins[-1]) + 1) * each[bins[-1][0]] > most:
@@ -153,7 +153,7 @@ def _side_by_side(each: list[int], longest_first: list[int], most: int) -> list[
 
 
 def _evenly(each: list[int], longest_first: list[int], most: int, count: int) -> list[Bin] | None:
-    """Each row in the microbatch that has the fewest tokens, and rows; None where one is too full.
+    """Each sample in the microbatch with the fewest tokens, and samples; None where it is too full.
 
     Where the emptiest one has no room, none has.
     """
@@ -170,7 +170,7 @@ def _evenly(each: list[int], longest_first: list[int], most: int, count: int) ->
 
 
 def _split(bins: list[Bin], count: int) -> list[Bin]:
-    """More microbatches: the longest ones halved, and empty ones where rows are too few."""
+    """More microbatches: the longest ones halved, and empty ones where samples are too few."""
     while len(bins) < count:
         longest = max(bins, key=len, default=[])
         half = len(longest) // 2 or 1

@@ -47,7 +47,7 @@ def grad_and_value(
     The rule::
 
         for part in microbatches(batch, microbatch_size):
-            t, w = total and weight of func(part)       # a mean's are rows * mean and rows
+            t, w = total and weight of func(part)       # a mean's are n * mean and n
             G, T, W = G + dt / dparams, T + t, W + w    # in float32 at least, float64, float64
         return G / W, T / W                             # of a sum: G, T
 
@@ -67,9 +67,9 @@ def grad_and_value(
         has_aux: Whether the loss returns ``(loss, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along dim 0. All others are handed to every microbatch whole.
-        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
-            each; or ``"auto"``, as many as memory allows: see ``make_step``.
-        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
+            of each; or ``"auto"``, as many as memory allows: see ``make_step``.
+        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample, else
             ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one
             reduction, or a tree of reductions that is a prefix of aux. Without a size aux stays as

@@ -2,9 +2,9 @@
 
     sum += where(keep, factor * pull(cotangent), 0)
 
-The gradient of a mean is pulled with its rows and that of ``Weighted`` as it is, because sums add
-up where means do not. But a sum over 2,000 tokens overflows in fp16 where their mean does not. So
-the cotangent is the weight divided by a power of two, and that power is the factor, which
+The gradient of a mean is pulled with its samples and that of ``Weighted`` as it is, because sums
+add up where means do not. But a sum over 2,000 tokens overflows in fp16 where their mean does not.
+So the cotangent is the weight divided by a power of two, and that power is the factor, which
 multiplies the gradient once it has been cast to the sum's dtype: exact, with the range of a mean.
 What adds nothing is selected and never multiplied away, since NaN * 0 is NaN; and no temporary is
 as large as a leaf.
@@ -130,7 +130,7 @@ class Microbatch(NamedTuple):
 
     value: Tensor
     times: float  # its total is value * times
-    weight: float | Tensor  # of its mean, and of its aux; its rows where the loss is a plain sum
+    weight: float | Tensor  # of its mean, and of its aux; its samples where the loss is a plain sum
     dtype: torch.dtype  # of the loss
     weighted: bool  # whether the loss is ``Weighted``
     finite: Tensor | None = None  # None: the total tells
@@ -140,11 +140,11 @@ class Microbatch(NamedTuple):
 
 
 class NoRowsError(ValueError):
-    """A loss is a mean over rows, of which nothing tells how many there are."""
+    """A loss is a mean over samples, of which nothing tells how many there are."""
 
 
 def power_of_two(rows: int) -> float:
-    """The power of two at or above a number of rows."""
+    """The power of two at or above a number of samples."""
     return float(1 << max(rows - 1, 0).bit_length())
 
 
@@ -160,7 +160,7 @@ def enter(
         weight = float(rows or 0)
     elif rows is None:
         raise NoRowsError(
-            "the loss is a mean over rows, but no batch argument holds a tensor that tells how "
+            "the loss is a mean over samples, but no batch argument holds a tensor that tells how "
             "many. Return Weighted(total, weight), pass reduction='sum', or name the batch "
             "arguments in batch_argnums."
         )
@@ -191,7 +191,7 @@ def weigh(
     if not rows:
         return None
     if unit is None and torch.compiler.is_dynamo_compiling():
-        # As a tensor, since a graph may be made for any number of rows.
+        # As a tensor, since a graph may be made for any number of samples.
         count = torch.full((), rows, dtype=torch.float64, device=total.device)
         power = _power_of_two(count)
         return Weighing(torch.ones_like(total) * (count / power).to(total.dtype), power, None)

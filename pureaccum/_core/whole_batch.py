@@ -33,13 +33,13 @@ class CutBatch(NamedTuple):
     """A batch, and how it is cut into microbatches."""
 
     batch: batches.Batch
-    size: int | list[int] | None  # the rows of each: one number for all, or one for each
-    sizes: Sequence[int]  # the rows of every microbatch
-    untouched: bool  # whether it fits into one microbatch, which then counts as one row
+    size: int | list[int] | None  # the samples of each: one number for all, or one for each
+    sizes: Sequence[int]  # the samples of every microbatch
+    untouched: bool  # whether it fits into one microbatch, which then counts as one sample
     unit: float  # what sums of the gradients of means are multiples of: see weigh
 
     def parts(self) -> Iterable[tuple[trees.Tree, int, int]]:
-        """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
+        """Each microbatch, the samples that it holds, and the samples that its mean counts for."""
         batch, size, sizes, untouched, _ = self
         alone = untouched and sizes and not dtensors.any_sharded(batch.leaves)
         if size is None or sizes == [0] or alone:
@@ -76,27 +76,28 @@ def read_cut(
     *,
     alone: bool = True,
 ) -> CutBatch:
-    """Check a batch that is to be cut into microbatches of ``size`` rows.
+    """Check a batch that is to be cut into microbatches of ``size`` samples.
 
-    ``alone`` says that no other rank has rows of the same batch.
+    ``alone`` says that no other rank has samples of the same batch.
     """
     flat = batches.read_batch(batch, root)
     rows = flat.rows or 0 if size is None else batches.rows_to_cut(flat, root)
     if size is not None and rows == 0 and has_aux:
         raise ValueError(
-            "the batch has no rows, so the loss is never called and there is no aux to return; "
-            "has_aux=True needs one row at least."
+            "the batch has no samples, so the loss is never called and there is no aux to return; "
+            "has_aux=True needs one sample at least."
         )
     sizes = [rows] if size is None else batches.sizes_of_batch(rows, size)
     untouched = alone and len(sizes) <= 1
     most = 1 if untouched else size if isinstance(size, int) else max(sizes, default=1)
-    # Where all rows are a power of two, the sums are the gradients: nothing is left to divide by.
+    # Where all samples are a power of two, the sums are the gradients: nothing is left to divide
+    # by.
     unit = weights.power_of_two(most if untouched or rows != weights.power_of_two(rows) else rows)
     return CutBatch(batch=flat, size=size, sizes=sizes, untouched=untouched, unit=unit)
 
 
 def not_cut(batch: trees.Tree) -> CutBatch:
-    """A batch that is taken as it is, and need not have rows."""
+    """A batch that is taken as it is, and need not have samples."""
     flat = batches.read_microbatch(batch, "args")
     return CutBatch(batch=flat, size=None, sizes=[flat.rows or 0], untouched=True, unit=1.0)
 
@@ -148,7 +149,7 @@ def _summed(
                 "the loss" if leaf is None else f"the gradient of {trees.paths(spec, root)[leaf]}"
             )
             i = len(ledger.entries)
-            return f"{what} of microbatch {i} (from row {sum(cut.sizes[:i])})"
+            return f"{what} of microbatch {i} (from sample {sum(cut.sizes[:i])})"
 
         about = window._replace(rule=rule, name=name)
         guard = writes.guarding(loss.known, *loss.given, question=loss.question)
@@ -197,7 +198,8 @@ def evaluate(
 ) -> Any:
     """The value over all microbatches, and the reduced aux if there is any, without gradients.
 
-    ``outs`` are what the loss returns for each, the rows it holds, and those its mean counts for.
+    ``outs`` are what the loss returns for each, the samples it holds, and those its mean counts
+    for.
     """
     ledger = Ledger(rule, Flow(aux_reduction=aux_reduction))
     detach = None if modes.transform_active() else engines.detached

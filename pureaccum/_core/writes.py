@@ -206,7 +206,7 @@ class _Guard:
         return call
 
     def asked(self, loss: Any, args: tuple[Any, ...]) -> Any:
-        """What the loss returns, once it is sure that rows may be cut."""
+        """What the loss returns, once it is sure that samples may be cut."""
         known, question = self.known, self.question
         assert question is not None
         if self.inquiry is None:  # only now are the modes of its modules known

@@ -1,11 +1,12 @@
 """Eight ways of training on one batch of scanned digits, one step at a time.
 
-    full batch                 all 1,440 rows at once
-    ragged                     cut anew in every step, into some 14 microbatches of 1 to 200 rows
+    full batch                 all 1,440 samples at once
+    ragged                     cut anew in every step, into some 14 microbatches of 1 to 200 samples
     usual loop                 the same microbatches, ``(loss / k).backward()``
     full batch, ragged, fp16   in float16, with a loss scale
-    BatchNorm, …               a network whose rows are coupled: all at once, 100 rows at a time by
-                               ``pa.functional(net, microbatch_size=100)``, and the usual loop
+    BatchNorm, …               a network whose samples are coupled: all at once, 100 samples at a
+                               time by ``pa.functional(net, microbatch_size=100)``, and the usual
+                               loop
 
 A step that overflowed is not applied, and is taken again: after equally many applied steps, all
 runs have seen the same. How far an accumulated gradient is from the full batch's, on the parameters
@@ -80,12 +81,12 @@ class Progress(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Rows per second."""
+        """Samples per second."""
         return ROWS * (self.attempts - 1) / self.seconds if self.seconds else 0.0
 
 
 def digits() -> tuple[Tensors, Tensors]:
-    """1,440 rows to train on and 357 to test with, of numbers from 0 to 1."""
+    """1,440 samples to train on and 357 to test with, of numbers from 0 to 1."""
     from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
 
     images, labels = load_digits(return_X_y=True)
@@ -107,7 +108,7 @@ def network(normed: bool = False) -> nn.Module:
 def loss_of(net: nn.Module, size: int | None = None) -> BatchLoss:
     """The loss, as a function of parameters; cross entropy is in float32, as it should be.
 
-    With a size the network takes so many rows at a time, and BatchNorm the statistics of all.
+    With a size the network takes so many samples at a time, and BatchNorm the statistics of all.
     """
     fn = pa.functional(net, microbatch_size=size)
 
@@ -121,13 +122,13 @@ def microbatches(run: Run, batch: Tensors) -> Microbatches:
     """What a run's step is given one after the other, after so many applied steps."""
     if run.cut == "ragged":
         return ragged(batch)
-    # Rows that meet in a BatchNorm are cut inside of the loss, and not before it.
+    # Samples that meet in a BatchNorm are cut inside of the loss, and not before it.
     parts = list(pa.microbatches(batch, SIZE)) if run.cut == "even" and run.usual else [batch]
     return lambda applied: parts
 
 
 def ragged(batch: Tensors) -> Microbatches:
-    """Microbatches of 1 to 200 rows, cut anew in every step."""
+    """Microbatches of 1 to 200 samples, cut anew in every step."""
 
     def cut(applied: int) -> list[Tensors]:
         g = torch.Generator().manual_seed(applied)

@@ -77,16 +77,16 @@ def functional(
     the module takes and returns are rows along dim 0; compute the loss by plain code after it.
     Every microbatch runs up to a BatchNorm, its inputs are stored, the moments are merged, then
     every microbatch continues. Each call first traces the module on one microbatch. So its control
-    flow must not depend on tensor values or on the number of rows, and everything but BatchNorm
+    flow must not depend on tensor values or on the number of samples, and everything but BatchNorm
     must treat each row by itself. (Inside ``torch.compile`` the batch is taken whole.)
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
-        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list of sizes. None
-            calls the module with the whole batch.
+        microbatch_size: Samples per microbatch; the last one may be shorter. Or a list of sizes.
+            None calls the module with the whole batch.
         keep: Where tensors stay between microbatches and for the backward pass: on the
             ``"device"``, or on the ``"host"``, as for ``microbatch``.
-        group: The ranks that share each batch. Each rank gives its own rows, perhaps none, and
+        group: The ranks that share each batch. Each rank gives its own samples, perhaps none, and
             BatchNorm takes the moments of all of them. All ranks call ``apply`` together.
             Derivatives are those of the sum of what all ranks return, as
             ``make_step(..., group=...)`` adds it up. Not inside ``torch.compile``.

@@ -113,7 +113,7 @@ class _Plan:
         mine, takes, shared = self.needed_by(ends, at_hand)
         return Level(
             steps=_forgetting([self.steps[v] for v in mine], ends),
-            takes=takes or [symbols.Symbol("input", 0)],  # for how many rows there are
+            takes=takes or [symbols.Symbol("input", 0)],  # for how many samples there are
             shared=shared,
             scaled=[v for v in mine if self.steps[v].func is batch_norm.normalise],
             gives=gives,

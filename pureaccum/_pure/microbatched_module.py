@@ -2,7 +2,7 @@
 
     trace = what the module does now, for one microbatch   # see recorded_module.py
     for each level of the trace:                           # see levels.py
-        rows, shares = the level, of all microbatches      # a microbatched function
+        samples, shares = the level, of all microbatches      # a microbatched function
         moments of each BatchNorm = merged shares          # plain code
     out = rows of the last level
 
@@ -11,7 +11,7 @@ function, and is not traced.
 
 That levels do what the module does, with merged moments and nothing written to, is proved in
 numbers: where a trace has another structure than those before, or microbatches have another size,
-the levels of one microbatch alone have to give the rows that the module gives it.
+the levels of one microbatch alone have to give the samples that the module gives it.
 """
 
 import math
@@ -48,7 +48,7 @@ class WholeBatch:
         self.plain = microbatch(self.call, microbatch_size=size, keep=keep, batch_argnums=2)
         self.layers: dict[Any, Any] = {}  # see ``ModuleCall``
         self.by_function = False  # whether it calls F.batch_norm beside its layers
-        self.proved: set[Any] = set()  # structures of traces, and of how many rows
+        self.proved: set[Any] = set()  # structures of traces, and of how many samples
         for path, part in zip(places.paths, places.modules, strict=True):
             if isinstance(part, LazyModuleMixin):
                 raise ValueError(
@@ -113,7 +113,7 @@ class WholeBatch:
         if batches.parts_of_batch() > 1:
             raise RuntimeError(_CUT.format(place))
         if not sum(batch.sizes) and self.group is None:
-            raise ValueError(f"{place} was given a batch without rows.")
+            raise ValueError(f"{place} was given a batch without samples.")
         dtensors.refuse_sharded([*given, *tensors.values()], "what apply is given", _NO_RULE)
         in_parts = partial(microbatch, microbatch_size=self.size, keep=self.keep)
         out, moments, notes = _run(trace, batch, in_parts, self.group)
@@ -190,9 +190,10 @@ class _Notes:
     """What a call notes of its levels; it holds no tensor, since each level's graph holds it."""
 
     def __init__(self) -> None:  # no tuple, which would be copied as one argument is not
-        # Of what is normalised: its shape, its dtype, and how many numbers a row has per channel.
+        # Of what is normalised: its shape, its dtype, and how many numbers a sample has per
+        # channel.
         self.looks: dict[symbols.Symbol, tuple[torch.Size, torch.dtype, int]] = {}
-        self.folded: set[symbols.Symbol] = set()  # what has several rows for each of the batch
+        self.folded: set[symbols.Symbol] = set()  # what has several samples for each of the batch
 
 
 def _run(
@@ -237,13 +238,13 @@ def _run(
 def _scaling(
     norm: Operation, moments: batch_norm.BatchMoments, shared: Any, dtype: torch.dtype
 ) -> batch_norm.Scaling:
-    """What a BatchNorm does to rows, up to a weight and a bias that are computed there."""
+    """What a BatchNorm does to samples, up to a weight and a bias that are computed there."""
     weight, bias = [x and shared[x] for x in norm.affine() or (None, None)]
     return batch_norm.scaling_of(moments, weight, bias, norm.kwargs["eps"], dtype)
 
 
 def _outs_of(trace: recorded_module.Trace) -> dict[symbols.Symbol, str]:
-    """What the leaves of what the module returns are called; all of them have to be rows."""
+    """What the leaves of what the module returns are called; all of them have to be samples."""
     outs = dict(zip(trace.outs, trees.paths(trace.spec, "out"), strict=True))
     for out, name in outs.items():
         if not isinstance(out, symbols.Symbol) or out.kind in ("own", "captured"):
@@ -309,7 +310,7 @@ def _update(
         if each * sum(batch.sizes) == 1 and isinstance(moments.elements, int):
             raise ValueError(
                 f"{norm.place}: expected more than one value per channel when training, "
-                f"got input of shape {tuple(shape)} in a batch of one row."
+                f"got input of shape {tuple(shape)} in a batch of one sample."
             )
         if norm.kwargs["running_mean"] is None or norm.kwargs["running_var"] is None:
             continue
@@ -329,7 +330,7 @@ def _update(
 def _disproof(
     trace: recorded_module.Trace, batch: recorded_module.ModuleCall, state: Any
 ) -> Exception | None:
-    """An error where the levels do not give a microbatch, by its own moments, the module's rows."""
+    """An error where the levels do not give for a microbatch what the module gives."""
     captured, errors = [*map(recorded_module.plain_tensor, trace.captured)], list[Exception]()
     in_parts = partial(microbatch, microbatch_size=batch.sizes)
 
@@ -341,7 +342,7 @@ def _disproof(
                 raise RuntimeError("it goes another way")
             mine, *_ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
             if not _near(mine, rows):
-                raise RuntimeError("rows that it returns are other numbers")
+                raise RuntimeError("samples that it returns are other numbers")
         except Exception as error:
             errors.append(error)
 
@@ -370,26 +371,26 @@ def _came(x: Any) -> str:
 
 
 _NO_ROWS = (
-    "{}, which the module returned for {} rows, {}; expected tensors with one row per sample along "
-    "dim 0. What all rows give together (a loss, a mean, a count) is computed from these, by plain "
-    "code after apply."
+    "{}, which the module returned for {} samples, {}; expected tensors with one row per sample "
+    "along dim 0. What all samples give together (a loss, a mean, a count) is computed from "
+    "these, by plain code after apply."
 )
 _BETWEEN = (
-    "{!r} in {} has shape {} for {} rows; what lies between two BatchNorm layers has one row per "
-    "sample along dim 0."
+    "{!r} in {} has shape {} for {} samples; what lies between two BatchNorm layers has one "
+    "row per sample along dim 0."
 )
 _DIFFERS = (
-    "module ({}) computes for {} rows what its trace does not, which was made with {}: {}. Likely "
-    "causes: what it computes depends on how many rows it is given, which are those of a "
-    "microbatch, or on numbers that torch does not show. Let torch's operations take all rows at "
-    "once, or leave microbatch_size out, and the batch is taken whole."
+    "module ({}) computes for {} samples what its trace does not, which was made with {}: {}. "
+    "Likely causes: what it computes depends on how many samples it is given, which are those of "
+    "a microbatch, or on numbers that torch does not show. Let torch's operations take all "
+    "samples at once, or leave microbatch_size out, and the batch is taken whole."
 )
 _CUT = (
-    "{} couples all rows of a batch, and this call is given some of them: a cut around a cut. "
+    "{} couples all samples of a batch, and this call is given some of them: a cut around a cut. "
     "Expected one: functional(module, microbatch_size=...) cuts by itself, so the function around "
     "it takes its batch whole (microbatch_size=None)."
 )
 _NO_RULE = (
     "torch has no rule for a batch norm of them. With plain tensors on every rank, of its own "
-    "rows, functional(module, group=...) is exact over ranks."
+    "samples, functional(module, group=...) is exact over ranks."
 )

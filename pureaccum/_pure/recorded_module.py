@@ -34,11 +34,11 @@ class ModuleCall(NamedTuple):
     own: Tensors  # what it holds, by name
     given: Sequence[Tensor]  # the tensors that it is called with
     arguments: Callable[[Sequence[Tensor]], Any]  # makes its arguments of these
-    sizes: Sequence[int]  # the rows of each microbatch
-    device: torch.device | None  # where rows are computed, if they may lie elsewhere
+    sizes: Sequence[int]  # the samples of each microbatch
+    device: torch.device | None  # where samples are computed, if they may lie elsewhere
 
     def alone(self, p: int) -> "ModuleCall":
-        """A microbatch as a batch of plain tensors; one row of zeros in place of none."""
+        """A microbatch as a batch of plain tensors; one sample of zeros in place of none."""
         begin, size = sum(self.sizes[:p]), self.sizes[p]
         rows = [plain_tensor(x)[begin : begin + size] for x in self.given]
         rows = rows if size else [x.new_zeros((1, *x.shape[1:])) for x in rows]
@@ -158,7 +158,7 @@ def _prepare(recorder: trace.Recorder, layers: Any, part: nn.Module, module: nn.
     """Change a copy of a module, so that it can be traced."""
     its: dict[str, Any] = vars(part)
     if isinstance(module, nn.RNNBase):
-        its["check_forward_args"] = lambda *_: None  # by how many rows there are
+        its["check_forward_args"] = lambda *_: None  # by how many samples there are
     if batch_norm.couples(module):
         its["_check_input_dim"] = lambda *_: None  # the recorder does
         its["momentum"] = module.momentum or 0.0  # it would read how many batches there were

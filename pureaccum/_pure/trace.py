@@ -4,7 +4,7 @@
         out = module(*args)    # each operation of torch is seen, and what it is given
     recorder.operations
 
-Values are tensors and numbers, so that code goes the way that it always goes. Only how many rows
+Values are tensors and numbers, so that code goes the way that it always goes. Only how many samples
 there are is a number that nobody may decide by. What would be lost in silence is refused: modes
 that forward enters, numbers that it reads in tensors, writes to what is not its own.
 """
@@ -118,7 +118,7 @@ class Recorder(TorchFunctionMode):
     # What an operation is given -----------------------------------------------------------------
 
     def symbol(self, x: Any) -> Any:
-        """What stands for a tensor or a number of rows that an operation is given."""
+        """What stands for a tensor or a number of samples that an operation is given."""
         if isinstance(x, Amount):
             self.of_batch = True
             return x.symbol
@@ -270,7 +270,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def fact(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
-        """What a tensor has that is no tensor; of rows, a number that nobody may decide by."""
+        """What a tensor has that is no tensor; of samples, a number that nobody may decide by."""
         if not self.of_batch:
             return out
         shape = next(iter(self.tensors.values())).shape
@@ -286,7 +286,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def dims_of_rows(self, shape: Sequence[int]) -> list[int]:
-        """The dims that may be that of the rows, which is the first unless dims were swapped."""
+        """The dims that may be that of the samples, which is the first unless dims were swapped."""
         exact = [i for i, n in enumerate(shape) if n == self.rows]
         if 0 in exact or self.rows == 1:
             return exact[:1] if 0 in exact else exact
@@ -294,7 +294,7 @@ class Recorder(TorchFunctionMode):
         return [0, *exact] if 0 in several else several
 
     def amount(self, n: int) -> Any:
-        """A number of rows."""
+        """A number of samples."""
         symbol = ROWS if n // self.rows == 1 else Formed(mul, (ROWS, n // self.rows))
         return amount(n, symbol, lambda: self.active and self.refuse(_ROWS))
 
@@ -366,7 +366,7 @@ _HIDDEN = (
     f"{_CUT}it asks a tensor for its {{}}, or sets that, which transforms see otherwise; detach() "
     "does what data is for"
 )
-_ROWS = f"{_CUT}what it computes must not depend on how many rows it is given"
+_ROWS = f"{_CUT}what it computes must not depend on how many samples it is given"
 _MODES = (
     f"{_CUT}it computes under no_grad or autocast, which is not recorded (so does a "
     "torch.autograd.Function)"
@@ -389,7 +389,7 @@ _OWN = (
     "and would write each time; keep such a state outside"
 )
 _NO_BUFFERS = f"{_CUT}its batch_norm has running statistics that are no buffers of the module"
-_NO_BATCH = "is given what does not depend on the batch; expected rows, or no running statistics"
+_NO_BATCH = "is given what does not depend on the batch; expected samples, or no running statistics"
 _NO_CUT = (
     "calls {} with training=True, where there is no cut; expected nn.BatchNorm1d, 2d or 3d, or "
     "F.batch_norm, in a forward that is looked into"

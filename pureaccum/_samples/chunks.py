@@ -135,8 +135,8 @@ def sampled(
         how.has_aux or callable(how.metrics)
     ):
         raise ValueError(
-            "the batch has no rows, so the loss is never called and there are no aux or metrics to "
-            "return; they need one row at least."
+            "the batch has no samples, so the loss is never called and there are no aux or "
+            "metrics to return; they need one sample at least."
         )
     if how.chunk_size is not None:
         checks.refuse_autocast_cache(leaves)
@@ -311,7 +311,7 @@ def need_leaves(transformed: list[Any]) -> list[Any]:
 
 
 def samples_of(part: trees.Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., trees.Tree]]:
-    """The tensors of a chunk, and a function from one row of each to a sample."""
+    """The tensors of a chunk, and a function from one sample of each to a sample."""
     given, spec = trees.flatten(part)
 
     def sample_of(tensors: Sequence[Tensor]) -> trees.Tree:

@@ -38,7 +38,7 @@ def clipped_sum(  # noqa: D417
 
     Where ``max_norm`` is a tree, each part of params goes by that rule with a norm of its own. A
     sample whose norm is not finite adds exactly nothing to any part; its norm stays as it is, so
-    that ``(~norms.isfinite()).sum()`` says how many were left out. A batch without rows, which
+    that ``(~norms.isfinite()).sum()`` says how many were left out. A batch without samples, which
     Poisson sampling draws now and then, has sums of zero. Privacy accounting is not done here: see
     ``opacus.accountants``.
 

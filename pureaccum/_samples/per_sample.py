@@ -67,7 +67,7 @@ def per_sample_grad(
             ``Weighted``; ``"moments"``: see ``Moments``; or a ``Reducer`` of gradients.
         metrics: ``metrics(grad, value)`` of each sample, before the transform, gives a tree of
             tensors; ``"norm"`` is the norm of its gradient, over everything in it.
-        keep_batch_dim: Hand each sample to ``func`` as a batch of one row, so that the loss of a
+        keep_batch_dim: Hand each sample to ``func`` as a batch of one sample, so that the loss of a
             batch can be used as it is.
         randomness: As for ``torch.func.vmap``.
         engine: ``"vmap"``, or ``"autograd"``, which takes the samples of a chunk one by one, and
@@ -78,7 +78,7 @@ def per_sample_grad(
         A function of ``func``'s arguments giving the gradients, reduced; sums stay in float32 at
         least. With aux or metrics it gives a pair, ``(grads, aux)`` or ``(grads, metrics)``, with
         both ``(grads, (aux, metrics))``: these have one row per sample, whatever ``reduce`` is.
-        For a batch without rows ``func`` is not called, and is taken for one of a single number.
+        For a batch without samples ``func`` is not called, and is taken for one of a single number.
 
     Example:
         >>> loss, value = lambda w, x: (w * x) ** 2, lambda grad, value: value
@@ -242,7 +242,7 @@ def per_sample_accumulator(  # noqa: D417
 def _on_this_rank(
     args: tuple[Any, ...], kwargs: Any, batches: tuple[int, ...], reduce: Any
 ) -> tuple[tuple[Any, ...], Any, sharded_rows.Over]:
-    """This rank's rows of the batches and all else whole, and the ranks over which rows lie."""
+    """This rank's samples of the batches, all else whole, and the ranks over which samples lie."""
     if modes.transform_active() or reductions.is_reducer(reduce):
         words = "a Reducer of yours cannot be added up over ranks; 'sum', 'mean', 'moments' can."
         raise ValueError(

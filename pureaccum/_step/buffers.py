@@ -212,8 +212,8 @@ def advance_buffers(
     """What the next microbatch is given: where ``keep`` is false, what this one was given.
 
     It is selected and never multiplied: statistics of a microbatch that does not count may be NaN.
-    A loss that reached other ranks may have made its buffers of the rows of all of them, and all of
-    them keep these: then only the moments are selected.
+    A loss that reached other ranks may have made its buffers of the samples of all of them, and all
+    of them keep these: then only the moments are selected.
     """
     if policy == "freeze":
         return carried

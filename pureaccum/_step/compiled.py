@@ -109,7 +109,7 @@ class CompiledStep:
         batch: trees.Tree,
         given: tuple[writes.Given, ...],
     ) -> bool:
-        """Check a batch of a new kind, and give whether it has anything to compile: rows.
+        """Check a batch of a new kind, and give whether it has anything to compile: samples.
 
         All of that is the same for the next batch of this kind.
         """
@@ -158,7 +158,7 @@ class CompiledStep:
         shared: tuple[Any, ...],
         offset: int | None = None,
     ) -> tuple[StepWindow, graphs.Seen, int]:
-        """The window with one more microbatch, what is kept of its aux, and its rows."""
+        """The window with one more microbatch, what is kept of its aux, and its samples."""
         sharded = dtensors.any_sharded([*trees.tree_leaves(state), *trees.tree_leaves(microbatch)])
         old = trees.flatten(state) if sharded else self.checked(state, window)
         flat = batches.read_microbatch(microbatch, "microbatch")
@@ -267,7 +267,7 @@ class CompiledStep:
         with ranks.telling_ranks(plan, state) if at_hand else nullcontext():
             for own in parts:
                 question = coupling.question_of(own, plan.rule) if cut else None
-                self.asked[kind] = question and question.kind  # not the rows
+                self.asked[kind] = question and question.kind  # not the samples
                 with writes.guarding(calling.known, *told, question=question) as guarded:
                     if (watched := guarded(call)) is not call:
                         with random_state.put_back(state.samples.device), torch.enable_grad():

@@ -1,8 +1,8 @@
 """The loss of one microbatch as a step calls it, and what goes on to the next microbatch.
 
-The buffers and the number of rows so far are carried from one microbatch to the next. The loss
-gets what was configured: ``buffers=`` and ``keys=``, one key per row, made of the run's key, the
-number of the step and the number of the row. So masks do not depend on how a batch is cut.
+The buffers and the number of samples so far are carried from one microbatch to the next. The loss
+gets what was configured: ``buffers=`` and ``keys=``, one key per sample, made of the run's key, the
+number of the step and the number of the sample. So masks do not depend on how a batch is cut.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ def caller(
 ) -> coupling.LossOfPart:
     """The loss of one microbatch of this step; ``LossOfPart`` says what it is given.
 
-    The first row of the step has the number ``first``, or that of the next one of the run. A batch
-    at hand has ``total`` rows.
+    The first sample of the step has the number ``first``, or that of the next one of the run. A
+    batch at hand has ``total`` samples.
     """
     calling = plan.calling
     loss_fn, shared = calling.loss_fn, calling.shared
@@ -82,7 +82,7 @@ def caller(
 def keys_of(
     part: trees.Tree, attempt: Tensor, first: Tensor, before: Any, rows: int, total: int | None
 ) -> Tensor:
-    """A key for each row of a microbatch; of DTensors, each rank makes those of its own rows."""
+    """A key for each sample of a microbatch; each rank makes those of its own samples."""
     leaves = trees.flatten(part)[0]
     if not dtensors.any_sharded(leaves):
         index = torch.arange(rows, dtype=torch.int64, device=first.device)
@@ -113,7 +113,7 @@ def what_is_shared(plan: plans.Plan) -> tuple[writes.Given, ...]:
 
 
 def check_keys(plan: plans.Plan, batch: batches.Batch) -> None:
-    """Check that the rows of a batch can be given keys, if they are to be."""
+    """Check that the samples of a batch can be given keys, if they are to be."""
     if plan.calling.keys:
         batches.need_rows(batch)
 

@@ -29,7 +29,7 @@ class Summed(NamedTuple):
 
     Attributes:
         accum: What was accumulated; its gradients are a list.
-        carried: The buffers as the last microbatch left them, and the rows of the step.
+        carried: The buffers as the last microbatch left them, and the samples of the step.
         aux: The aux of all microbatches, reduced; ``()`` without any.
         unit: What the gradients are still to be multiplied by.
         rows: What the weight is still to be multiplied by.

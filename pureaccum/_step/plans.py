@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 def size_of(plan: Plan) -> int | None:
-    """The rows of all microbatches alike: where they differ, nothing is compiled for all."""
+    """The samples of all microbatches alike: where they differ, nothing is compiled for all."""
     assert not isinstance(plan.size, list)
     return plan.size
 

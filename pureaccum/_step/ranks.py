@@ -1,8 +1,8 @@
-"""A step over several ranks: each accumulates its own rows, and one reduction makes it whole.
+"""A step over several ranks: each accumulates its own samples, and one reduction makes it whole.
 
-    where rows have keys: the rows of the ranks before this one
+    where samples have keys: the samples of the ranks before this one
     ... the window, as in one process ...
-    sums, totals, weights, counts, rows and buffers of all ranks
+    sums, totals, weights, counts, samples and buffers of all ranks
 
 All that follows (division, clipping, whether the step is applied, what the loss scale learns) is
 computed from the same bits on every rank, and so every rank comes to the same state.
@@ -52,13 +52,13 @@ def agreement_of(plan: plans.Plan, compile: Any) -> claims.Agreement:
 
 
 def before_this_rank(plan: plans.Plan, state: TrainState, rows: int) -> Tensor:
-    """How many rows of the batch the ranks before this one have."""
+    """How many samples of the batch the ranks before this one have."""
     assert plan.agreed is not None
     device = state.samples.device
     if not modes.at_top_level():
         of_all = gather_one(torch.tensor(rows, device=device), plan.group)
     else:
-        call = "step(state, batch), where rows get keys"
+        call = "step(state, batch), where samples get keys"
         held = {"state": state}
         claimed = claims.claim(plan.agreed, call, {}, held, device, _CAUSE, whole=False)
         of_all = buckets.meet(claimed, plan.group, rows)
@@ -87,7 +87,7 @@ def of_all_ranks(
     given: trees.Tree = (),
     refused: str = "",
 ) -> tuple[ledger.AccumState, tuple[Any, Tensor]]:
-    """The sums of all ranks, and what is carried after their last row: buffers, and their rows.
+    """The sums of all ranks, and what is carried after their last sample: buffers, their number.
 
     The window is that of this rank, computed from ``given``; its gradients are a list, which is
     given up, still to be multiplied by the unit of this rank. ``refused`` says why a rank has no
@@ -199,7 +199,7 @@ def _under_transforms(
 ) -> tuple[ledger.AccumState, tuple[Any, Tensor]]:
     """What was accumulated on all ranks, as a function of what each rank gives.
 
-    Every active vmap maps all that is exchanged, whatever rows and numbers a rank has.
+    Every active vmap maps all that is exchanged, whatever samples and numbers a rank has.
     """
     zero = claims.nothing_of(given, window.rows.device)
     accum = window.accum._replace(grads=[grad * unit for grad in window.accum.grads])

@@ -10,8 +10,8 @@ The form follows from sizes, and ``step.form(state, batch)`` says which one it i
                 sums between the two, and optimizers of ``from_torch``, which no graph can apply
 
 A graph knows the shapes of a microbatch, and other shapes have graphs of their own. It leaves open
-how many microbatches there are, and how many rows a shorter last one has: a handful of batch sizes
-is compiled a handful of times.
+how many microbatches there are, and how many samples a shorter last one has: a handful of batch
+sizes is compiled a handful of times.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class Freedom(NamedTuple):
     """What a graph leaves open."""
 
     several: int  # how many microbatches go together
-    sizes: bool = True  # how many microbatches, how many rows in the last one, and the like
+    sizes: bool = True  # how many microbatches, how many samples in the last one, and the like
 
 
 class Arranged(NamedTuple):
@@ -60,13 +60,13 @@ class Recipe(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """How the rows of a batch are arranged."""
+    """How the samples of a batch are arranged."""
 
     groups: int  # of microbatches that a scan takes together, one by one or several at once
     several: int  # microbatches of a group
     left: int  # microbatches that are too few to be a group
     pieces: int  # microbatches that stand in the graph by themselves
-    last: int | None  # the rows of one that may be of any length
+    last: int | None  # the samples of one that may be of any length
 
 
 class Shapes(NamedTuple):
@@ -157,7 +157,7 @@ def together(plan: plans.Plan, state: TrainState, flat: batches.Batch) -> int:
 
 
 def cut_of(name: str, rows: int, size: int | None, several: int) -> Arrangement:
-    """How so many rows are arranged for a form."""
+    """How so many samples are arranged for a form."""
     whole, rest = divmod(rows, size or rows or 1)
     groups = left = pieces = 0
     last = rest or None
@@ -205,7 +205,7 @@ def stacks(
 
 
 def rows_of(flat: batches.Batch, start: int, any_number: bool) -> trees.Tree:
-    """The rows from ``start`` on, of which there may be any number."""
+    """The samples from ``start`` on, of which there may be any number."""
     leaves = [
         x[start:] if isinstance(x, Tensor) and (start or any_number) else x for x in flat.leaves
     ]
@@ -213,7 +213,7 @@ def rows_of(flat: batches.Batch, start: int, any_number: bool) -> trees.Tree:
 
 
 def open_to(x: Any, any_number: bool) -> Any:
-    """A leaf, so marked that the graph made for it takes any number of rows."""
+    """A leaf, so marked that the graph made for it takes any number of samples."""
     return compiler.let_vary(x) if any_number and isinstance(x, Tensor) else x
 
 

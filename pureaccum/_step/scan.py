@@ -31,7 +31,7 @@ from . import state
 
 LITTLE = 2**20  # bytes that the forward passes of all that go together keep
 
-# The loss as a function of leaves, the tensors of a microbatch, and the rows before it.
+# The loss as a function of leaves, the tensors of a microbatch, and the samples before it.
 One = Callable[[Sequence[Tensor], list[Tensor], Tensor], object]
 
 # The window with one more microbatch, or several, and what is kept of their aux.

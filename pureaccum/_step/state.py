@@ -21,7 +21,7 @@ class TrainState(NamedTuple):
         key: The key that all keyed randomness of the run comes from.
         attempts: How many steps there were, applied or not.
         applied: How many of them were applied.
-        samples: How many rows they had.
+        samples: How many samples they had.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ class StepInfo(NamedTuple):
     Attributes:
         loss: The loss over the whole batch, float64.
         grad_norm: The norm of the full batch's gradient: unscaled, before clipping.
-        weight: What the loss was divided by: rows, or what ``Weighted`` says; 0 for sums.
+        weight: What the loss was divided by: samples, or what ``Weighted`` says; 0 for sums.
         microbatches: How many microbatches there were.
         skipped: How many of them ``nonfinite="skip"`` left out.
         applied: Whether the step was applied: its gradients, loss and learning rates were finite,
@@ -86,7 +86,7 @@ class StepWindow(NamedTuple):
     Attributes:
         accum: The gradients of the *scaled* loss, the weight and the counts.
         buffers: What the next microbatch is given; ``()`` where none are configured.
-        rows: How many rows they had; it begins at 0, so that windows of ranks can be merged.
+        rows: How many samples they had; it begins at 0, so that windows of ranks can be merged.
     """
 
     accum: ledger.AccumState
@@ -117,16 +117,16 @@ class Step(Functions):
             ``update`` for each of them, and ``apply``, with aux reduced as by the step itself.
         begin: ``begin(state)`` gives an empty window, for a stream of microbatches.
         update: ``update(state, window, microbatch, *shared, offset=None)`` gives the window with
-            one more microbatch, or ``(window, aux)``. It need not have rows, or as many in each of
-            its tensors, where the loss is no mean over rows, and there are no keys: packed
+            one more microbatch, or ``(window, aux)``. It need not have samples, or as many in each
+            of its tensors, where the loss is no mean over samples, and there are no keys: packed
             sequences, or a list of images of several sizes, with ``Weighted``. With keys,
-            ``offset`` says how many rows of the step come before it, where ranks share them out or
-            they come in another order.
+            ``offset`` says how many samples of the step come before it, where ranks share them out
+            or they come in another order.
         apply: ``apply(state, window)`` gives ``(state, info)``.
         whole: ``whole(state, batch, *shared)`` is the step itself.
         merge: ``merge(a, b)`` gives one window of two that began with the same state, such as those
-            that ranks had saved: sums, counts and rows are added; pooled moments are merged in that
-            order, and any other buffer is that of ``a``. Not for buffers that go sequentially.
+            that ranks had saved: sums, counts and samples are added; pooled moments are merged in
+            that order, and any other buffer is that of ``a``. Not for buffers that go sequentially.
         form: ``form(state, batch, *shared)`` gives ``"eager"``, or how ``compile`` goes through
             that batch: ``"scan"``, ``"unrolled"`` or ``"loop"``.
     """

@@ -73,12 +73,12 @@ def make_step(
         loss_fn: ``loss_fn(params, batch, *shared)`` gives a scalar or ``Weighted``; with
             ``has_aux``, that and anything else. With ``buffers`` it also takes ``buffers=`` and
             returns ``(loss, new_buffers)``, or ``(loss, (new_buffers, aux))``. With ``keys`` it
-            also takes ``keys=``, one key a row.
+            also takes ``keys=``, one key a sample.
         optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
             anything with ``init(params)`` and ``apply(grads, state, params)``.
         has_aux: Whether the loss returns ``(loss, aux)``.
-        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
-            each, for batches of so many; None takes a batch whole. ``"auto"`` takes as many as
+        microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
+            of each, for batches of so many; None takes a batch whole. ``"auto"`` takes as many as
             memory allows: the whole batch, and after an out-of-memory error half of that, and so
             on; the next batches begin there. The result is that of the size that succeeded. After
             an error the loss is called again, with the same random numbers; at size 1 the error is
@@ -92,7 +92,7 @@ def make_step(
             the sums is not counted if ``donate`` has it write over the old state.)
         retry_after: For ``"auto"``: how many steps after a size failed twice the size that went
             well is tried again; None never does. Memory that others held may be free by then.
-        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: see ``grad_and_value``.
         loss_scale: ``dynamic_loss_scale`` or ``static_loss_scale``; None scales nothing.
         policy: Mixed precision.
@@ -103,8 +103,8 @@ def make_step(
             all microbatches: the full batch's, for a BatchNorm with no other above it (for all of
             them with ``functional(module, microbatch_size=...)`` and no size here).
             With a size here a BatchNorm normalises by microbatch, which wants ``check=False``.
-        keys: Hand each row of a batch a key of its own, made of the run's seed, the number of the
-            step and the number of the row: masks do not depend on how a batch is cut.
+        keys: Hand each sample of a batch a key of its own, made of the run's seed, the number of
+            the step and the number of the row: masks do not depend on how a batch is cut.
         engine: ``"auto"`` is autograd at top level, which is faster and runs every loss, and
             torch.func under a transform or a compiler, and for a loss that calls what keeps no
             graph: a gradient of its own, a step. ``"func"`` and ``"autograd"`` force that engine.
@@ -114,13 +114,13 @@ def make_step(
         noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
             ``noise_scale`` and ``running_noise_scale``.
         group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once that
-            is initialised. Every rank calls the step with its own rows, as many as it has, perhaps
-            none; sums are added up over the ranks once a step, and all ranks come to the same
-            state. Counts are those of all ranks; ``aux`` is this rank's own. Ranks whose states or
-            settings differ all get a ``ValueError`` that names what differs. A CPU compares
-            settings, counts, scales and rates at every step, and all that a state holds at steps 1,
-            2, 4, 8, …. An accelerator is waited for at those alone, and all is read at the first;
-            at the others a step whose ranks differ is not applied on any of them.
+            is initialised. Every rank calls the step with its own samples, as many as it has,
+            perhaps none; sums are added up over the ranks once a step, and all ranks come to the
+            same state. Counts are those of all ranks; ``aux`` is this rank's own. Ranks whose
+            states or settings differ all get a ``ValueError`` that names what differs. A CPU
+            compares settings, counts, scales and rates at every step, and all that a state holds at
+            steps 1, 2, 4, 8, …. An accelerator is waited for at those alone, and all is read at the
+            first; at the others a step whose ranks differ is not applied on any of them.
         donate: Each call gives up the state that it is given, and its memory is used again.
         compile: The step compiles itself, when it is first called with a batch of new sizes: the
             microbatches are a loop inside one graph, or where gradients are large a graph that
@@ -223,7 +223,7 @@ def _check_parts(
         if buffers == "sequential":
             raise ValueError(
                 "buffers='sequential' came with group, but ranks work at the same time: expected "
-                "'pooled', one update from the rows of all ranks, or 'freeze'."
+                "'pooled', one update from the samples of all ranks, or 'freeze'."
             )
 
 

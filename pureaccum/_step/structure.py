@@ -76,7 +76,7 @@ def examined(
     batch: trees.Tree,
     root: str = "batch",
 ) -> Prepared:
-    """Parameters, and a batch that is checked; other ranks may have rows of it, too."""
+    """Parameters, and a batch that is checked; other ranks may have samples of it, too."""
     alone = plan.group is None and root == "batch"
     cut = whole_batch.read_cut(batch, size, plan.calling.has_aux and alone, root, alone=alone)
     microbatch_loss.check_keys(plan, cut.batch)

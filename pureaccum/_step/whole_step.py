@@ -50,7 +50,7 @@ def step_whole(
 def step_in_sums(
     plan: plans.Plan, summing: Summing, state: TrainState, batch: trees.Tree, *shared: Any
 ) -> tuple[TrainState, StepInfo]:
-    """One step over a batch of which ``summing`` sums the rows that this rank has.
+    """One step over a batch of which ``summing`` sums the samples that this rank has.
 
     It may have to try more than once. Meanwhile it tells other ranks nothing, and gives up nothing.
     """
@@ -92,7 +92,7 @@ def sums_of_rows(
     first: Tensor,
     *shared: Any,
 ) -> next_state.Summed:
-    """The sums over some rows, of which the first is number ``first`` in the run."""
+    """The sums over some samples, of which the first is number ``first`` in the run."""
     prepared = structure.examined(plan, size, trees.flatten(state.params), batch)
     return _summed(microbatch_loss.sharing(plan, shared), state, prepared, first)
 
@@ -103,7 +103,7 @@ def _summed(
     cut, buffers = prepared.cut, plan.calling.buffers
     rows = cut.batch.rows
     some = bool(rows) or plan.group is None
-    if some and not (buffers or plan.calling.keys):  # nothing is carried; rows are counted at once
+    if some and not (buffers or plan.calling.keys):  # nothing is carried; all count at once
         flow = ledger.Flow(carried=((), sum(cut.sizes)), aux_reduction=plan.calling.aux_reduction)
     else:
         flow = _flow(plan, (begin_buffers(buffers, state.buffers), 0))
@@ -126,10 +126,10 @@ def _of_no_rows(
     first: Tensor,
     flow: ledger.Flow,
 ) -> whole_batch.Accumulated:
-    """What a rank without rows adds: nothing. But other ranks may wait for it inside of the loss.
+    """What a rank without samples adds: nothing. But others may wait for it inside of the loss.
 
-    So the loss is called with no rows, unless it cannot be. If it reaches other ranks, its buffers
-    are those that it has with them.
+    So the loss is called with no samples, unless it cannot be. If it reaches other ranks, its
+    buffers are those that it has with them.
     """
 
     def advance(carried: Any, entry: weights.Microbatch, rows: int) -> Any:
@@ -164,7 +164,7 @@ def update_in_sums(
     *shared: Any,
     offset: int | None = None,
 ) -> Any:
-    """The window with one more microbatch, whose rows ``summing`` sums; or ``(window, aux)``."""
+    """The window with one more microbatch, whose samples ``summing`` sums; or ``(window, aux)``."""
     new, aux = _folded(plan, summing, state, window, None, microbatch, shared, offset)
     return (new, next_state.finished_aux(aux)) if plan.calling.has_aux else new
 
@@ -243,7 +243,7 @@ def _accumulated(
     first: Tensor | None,
     flow: ledger.Flow,
 ) -> whole_batch.Accumulated:
-    """The sums over a batch, of which the first row is number ``first`` in the run."""
+    """The sums over a batch, of which the first sample is number ``first`` in the run."""
     (leaves, spec), cut, kinds, question = prepared
     rows = writes.Given("batch", cut.batch.leaves, cut.batch.spec)
     loss = windows.GuardedLoss(

@@ -95,9 +95,9 @@ def updated_window(
     offset: int | None = None,
     counts: int | None = None,
 ) -> tuple[StepWindow, weights.Microbatch, int]:
-    """The window with one more microbatch, what that came to, and its rows, if it has any.
+    """The window with one more microbatch, what that came to, and its samples, if it has any.
 
-    Its mean counts for its rows, or for as many as ``counts`` says.
+    Its mean counts for its samples, or for as many as ``counts`` says.
     """
     leaves, spec = trees.flatten(checks.check_state(state, TrainState, "this step").params)
     beside = trees.flatten((state._replace(params=()), window))
@@ -145,16 +145,19 @@ def updated_window(
 
 
 def first_row(plan: plans.Plan, window: StepWindow, offset: int | None) -> Tensor:
-    """How many rows of the step come before those of the next microbatch."""
+    """How many samples of the step come before those of the next microbatch."""
     if offset is not None:
-        expected = "the rows of this step that come before this microbatch's, an int of at least 0"
+        expected = (
+            "the samples of this step that come before this microbatch's, an int of at least 0"
+        )
         offset = checks.check_int(offset, "offset", expected, 0, checks.LARGEST_INT // 2)
         return torch.full_like(window.rows, offset)
     if plan.calling.keys and plan.group is not None:
         raise ValueError(
-            "a step with keys over several ranks cannot know which rows of the batch a microbatch "
-            "holds, and rows of two ranks would get the same keys. Say how many rows come before "
-            "it, on all ranks: step.update(state, window, microbatch, offset=...)."
+            "a step with keys over several ranks cannot know which samples of the batch a "
+            "microbatch holds, and samples of two ranks would get the same keys. Say how many "
+            "samples come before it, on all ranks: step.update(state, window, microbatch, "
+            "offset=...)."
         )
     return window.rows
 

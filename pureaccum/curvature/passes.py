@@ -85,7 +85,7 @@ def _over_parts(
     if auto_size.is_auto(size):
         raise ValueError(
             "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "
-            "expected a number of rows."
+            "expected a number of samples."
         )
     size = None if size is None else batches.check_size(size)
 
@@ -256,7 +256,7 @@ def _misses(
     count: int,
     batch_argnums: Any,
 ) -> dict[int, differences.Miss] | None:
-    """Of a few rows, or all where a loss takes no fewer; in its own dtypes where it has to be."""
+    """Of a few samples, or of all where a loss takes no fewer; perhaps in its own dtypes."""
 
     def number(*args: Any) -> Tensor:
         return losses.read(along(*args), False)[0].total
@@ -291,7 +291,7 @@ def _misses(
         try:
             with torch.enable_grad(), checks.outside_inference_mode(), writes.unguarded():
                 found = in_dtype(dtype, deterministic.cast_tree(rows(args), dtype))
-        except Exception:  # it runs in its own dtype alone, or takes no fewer rows
+        except Exception:  # it runs in its own dtype alone, or takes no fewer samples
             continue
         if found is not None:
             break

@@ -51,13 +51,13 @@ def hvp(
         func: ``func(params, *args)`` gives a scalar loss or ``Weighted``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along dim 0. All others are handed to every microbatch whole.
-        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
-            each; or ``"auto"``, as many as memory allows; None takes the batch whole.
-        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
+            of each; or ``"auto"``, as many as memory allows; None takes the batch whole.
+        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
         stream: Whether the batch arguments are iterables of batches, such as a loader: a product is
             one pass over them, and each batch is cut into microbatches.
-        group: A process group, each rank of which has some rows of the batch, or none; every rank
-            gets the whole product.
+        group: A process group, each rank of which has some samples of the batch, or none; every
+            rank gets the whole product.
         check: Whether one product is compared with differences, once a loss and kind.
 
     Returns:
@@ -211,7 +211,8 @@ def fisher_vp(  # noqa: D417
 ) -> Product:
     """Multiply the Fisher matrix of a batch by a vector, without the gradients of its samples.
 
-    The rule, with g the gradient of one row's loss, and w its weight, 1 or what ``Weighted`` says::
+    The rule, with g the gradient of one sample's loss, and w its weight, 1 or what ``Weighted``
+    says::
 
         F v = Σ w g (gᵀ v) / Σ w              # of a "sum": Σ g (gᵀ v)
 
@@ -232,8 +233,8 @@ def fisher_vp(  # noqa: D417
     is NaN. Its diagonal is ``per_sample_grad(..., reduce="moments")(params, batch).second``.
 
     Args:
-        losses: ``losses(params, *args)`` gives the loss of each row, a tensor of shape (rows,): the
-            negative log-likelihood. Or ``Weighted`` of two such: totals, and weights.
+        losses: ``losses(params, *args)`` gives the loss of each sample, a tensor of shape (rows,):
+            the negative log-likelihood. Or ``Weighted`` of two such: totals, and weights.
         batch_argnums, microbatch_size, stream, group, check: As for ``hvp``.
         reduction: Whether the samples' matrices are averaged, ``"mean"``, or added, ``"sum"``.
 
@@ -262,7 +263,8 @@ def fisher_vp(  # noqa: D417
 
         (total,), (fixed,), (slope,), weights = pushed(of_rows, leaves, moving, again)
         weight: Any = float(len(slope))
-        if weights:  # selected, and never multiplied: the loss of a row without weight may be NaN
+        # selected, and never multiplied: the loss of a sample without weight may be NaN
+        if weights:
             keep, slope = weights[0] != 0, quotient(slope, weights[0])
             total, fixed = (torch.where(keep, x, 0.0) for x in (total, fixed))
             weight = weights[0].sum()
@@ -324,7 +326,7 @@ def _standing_for(total: Tensor, weight: Any, number: Tensor) -> Any:
 
 
 def _of_rows(out: Any) -> list[Tensor]:
-    """The losses of rows, and their weights if they have some."""
+    """The losses of samples, and their weights if they have some."""
     total, *weights = out if isinstance(out, Weighted) else [out]
     if not isinstance(total, Tensor) or total.dim() != 1 or not total.is_floating_point():
         came = tuple(total.shape) if isinstance(total, Tensor) else f"a {type(total).__name__}"
@@ -337,6 +339,6 @@ def _of_rows(out: Any) -> list[Tensor]:
             came = tuple(weight.shape) if isinstance(weight, Tensor) else repr(weight)
             raise ValueError(
                 f"the weights of the losses are {came}; expected a tensor of shape "
-                f"{tuple(total.shape)}, the weight of each row."
+                f"{tuple(total.shape)}, the weight of each sample."
             )
     return [total, *(sane(torch.as_tensor(x).double()) for x in weights)]

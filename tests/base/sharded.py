@@ -47,7 +47,7 @@ LAYOUTS = {
 
 @cache
 def mesh_of(dims=1):
-    """All ranks in a line, or in two rows."""
+    """All ranks in a line, or in two samples."""
     world = dist.get_world_size()
     return init_device_mesh("cpu", (world,) if dims == 1 else (2, world // 2))
 
@@ -57,7 +57,10 @@ def whole_numbers(*shape, dtype=torch.float32):
 
 
 def problem(dtype=torch.float32, rows=16):
-    """Parameters and a batch, the same on all ranks; no number of ranks divides five rows of w1."""
+    """Parameters and a batch, the same on all ranks;
+
+    no number of ranks divides five samples of w1.
+    """
     of = partial(whole_numbers, dtype=dtype)
     params = {"w1": of(5, 8), "b1": of(8), "w2": of(8, 4), "b2": of(4)}
     return params, {"x": of(rows, 5), "y": of(rows, 4), "mask": of(rows).abs()}
@@ -273,7 +276,7 @@ def whole_on_all_ranks(found):
 
 def one_bad_row_stops_all_ranks(layout):
     params, batch = problem()
-    batch["x"][13, 2] = torch.nan  # a row of the last rank
+    batch["x"][13, 2] = torch.nan  # a sample of the last rank
     dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(0.1))
     options = {"microbatch_size": 8, "loss_scale": pa.dynamic_loss_scale()}
@@ -403,7 +406,7 @@ def rows_are_cut_by_each_rank():
 
 
 def uneven_rows_go_through_whole():
-    """Thirteen rows on two ranks, seven and six, and one row, as microbatches of a stream."""
+    """Thirteen samples on two ranks, seven and six, and one sample, as microbatches of a stream."""
     params, batch = problem()
     mesh = mesh_of()
     dparams = spread(params, "replicated")
@@ -460,7 +463,7 @@ def transforms_at_top_level():
     _, aux = run(dparams, dbatch, microbatch_size=8, aux_reduction=words)
     assert torch.equal(aux["most"] * 2, whole["most"])
     words["each"], words["most"] = "concat", "stack"
-    for size in (16, 8, 4):  # rows come out in the order of the batch, and where they lay
+    for size in (16, 8, 4):  # samples come out in the order of the batch, and where they lay
         _, aux = run(dparams, dbatch, microbatch_size=size, aux_reduction=words)
         assert size == 16 or aux["each"].placements == (S0,)
         assert torch.equal(aux["each"].full_tensor(), whole["each"])
@@ -606,7 +609,7 @@ def refusals():
 
 
 def bad_microbatches_are_skipped(layout):
-    """On all ranks, whichever has the bad row; a window without any asks once."""
+    """On all ranks, whichever has the bad sample; a window without any asks once."""
     params, batch = problem()
     dparams = spread(params, layout)
     options = {"nonfinite": "skip", "reduction": "sum", "microbatch_size": 8}
@@ -617,7 +620,7 @@ def bad_microbatches_are_skipped(layout):
     new, info = step(state, spread(batch, layout, batch=True))
     assert_trees_bitwise_equal(gathered(new.params), want.params)
     assert (int(info.microbatches), int(info.skipped)) == (2, 0)
-    batch["x"][13, 2] = torch.nan  # a row of the last rank, in the second microbatch
+    batch["x"][13, 2] = torch.nan  # a sample of the last rank, in the second microbatch
     dbatch = spread(batch, layout, batch=True)
     kept = next(pa.microbatches(dbatch, 8))
     want, _ = plain(plain.init(params), gathered(kept))
@@ -654,7 +657,7 @@ def skipping_asks_once_a_window():
 
 
 def rows_have_their_keys(layout):
-    """The masks of one process, whole or cut; a stream counts rows as they come."""
+    """The masks of one process, whole or cut; a stream counts samples as they come."""
     params, batch = problem(torch.float64)
 
     def loss(p, b, keys):
@@ -699,7 +702,7 @@ def noise_is_measured(layout):
 
 
 def functions_are_microbatched(layout):
-    """A contrastive loss: rows come out in the order of the batch; each rank cuts its own."""
+    """A contrastive loss: samples come out in the order of the batch; each rank cuts its own."""
     params, batch = problem()
 
     def loss(size):

@@ -165,7 +165,7 @@ FIT = [species for species in ZOO if not species.kind]
 ROUNDED = {  # where the plain form is another formula
     # torch.func's own gradient is made of operations that have derivatives.
     "no graph of gradients": {"group_norm", "lstm", "weight_norm"},
-    # What may be left out is coalesced first: rows that come twice are added up before the sum.
+    # What may be left out is coalesced first: samples that come twice are added up before the sum.
     "skipping speculates": {"sparse_embedding"},
     "sums are written to": {"sparse_embedding"},
 }

@@ -69,7 +69,7 @@ PARAMS = {of_large: LARGE, mixed: MIXED, threaded: NORMED.params}
 def a_step(loss=plain, optimizer=None, *, of="whole", **options):
     """One step of a run that has begun, so that there are moments."""
     sized = {"microbatch_size": SIZE} if of == "whole" else {}
-    options.setdefault("check", loss is not threaded)  # whose BatchNorm couples rows
+    options.setdefault("check", loss is not threaded)  # whose BatchNorm couples samples
 
     def made(its):
         return pa.make_step(its, optimizer or pa.adamw(0.125), **sized, **options)

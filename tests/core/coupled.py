@@ -1,7 +1,7 @@
-"""Losses of practice whose rows are coupled: plain code over microbatches, and over the full batch.
+"""Losses of practice that couple samples: plain code over microbatches, and over the full batch.
 
-Each is written once, of functions of rows. ``cut`` makes those microbatched; over the full batch it
-is the identity, and then nothing of the package is used.
+Each is written once, of functions of samples. ``cut`` makes those microbatched; over the full batch
+it is the identity, and then nothing of the package is used.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,10 @@ def triplets(params, batch, cut=whole):
 
 
 def routed(params, batch):
-    """The task's loss, how many rows an expert gets, and how probable it was: sums over rows."""
+    """The task's loss, how many samples an expert gets, and how probable it was:
+
+    sums over samples.
+    """
     gates = (batch["x"] @ params["router"]).softmax(1)
     gate, expert = gates.max(1)
     out = torch.einsum("ni,nij->nj", batch["x"], params["experts"][expert])

@@ -1,6 +1,6 @@
 """A linear loss, whose gradients are known, over a tree with every kind of leaf.
 
-The gradient of row i is ``s[i] * first + t[i] * second``, each leaf being used twice; of a
+The gradient of sample i is ``s[i] * first + t[i] * second``, each leaf being used twice; of a
 weighted loss, ``mask[i]`` times that. ``sound[i, k] = 0`` makes the gradient of leaf k NaN
 while the loss stays finite; ``offset[i]`` goes into the loss and into no gradient.
 """
@@ -83,7 +83,7 @@ def linear_loss(kind):
 
 
 def gradient_sums(kind, batch, counted=None):
-    """The sum of the gradients of the rows that count, in the dtypes of an accumulator."""
+    """The sum of the gradients of the samples that count, in the dtypes of an accumulator."""
     by = batch["mask"] if kind == "weighted" else torch.ones(len(batch["s"]))
     if counted is not None:
         by = torch.where(counted, by, 0.0)

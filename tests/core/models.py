@@ -39,7 +39,7 @@ def normalized():
 
 class Model(NamedTuple):
     build: Callable[[], nn.Module]
-    shape: tuple[int, ...]  # of one row
+    shape: tuple[int, ...]  # of one sample
 
 
 MODELS = {
@@ -53,7 +53,7 @@ MODELS = {
 
 
 class Problem(NamedTuple):
-    """A module, a copy of its parameters, a batch, and a loss for each row."""
+    """A module, a copy of its parameters, a batch, and a loss for each sample."""
 
     module: nn.Module
     params: Params

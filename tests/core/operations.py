@@ -1,9 +1,9 @@
 """Losses of all operations of torch, made of the samples that torch tests itself with (OpInfo).
 
-    loss(params, rows) = mean over rows of (row * a fixed weighing of what the operation returns)
+    loss(params, rows) = mean over samples of (row * a fixed weighing of what the operation returns)
 
 The params are all floating-point and complex tensors that a sample gives to the operation. So a
-loss is linear in rows, and may be cut.
+loss is linear in samples, and may be cut.
 
     @parts
     def test_...(part: int) -> None:

@@ -21,7 +21,7 @@ PARAMS = torch.zeros(())
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=12), st.data())
 @example([2**24, 1, 1], None)
 def test_token_counts_add_up_exactly(form, counts, data):
-    """Each row stands for a microbatch of that many tokens, whose total is as large."""
+    """Each sample stands for a microbatch of that many tokens, whose total is as large."""
     batch = torch.tensor(counts)
 
     def loss(w, rows):

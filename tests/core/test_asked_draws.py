@@ -1,4 +1,4 @@
-"""Whatever a loss draws, its rows are told apart from its mask: draws excuse nothing."""
+"""Whatever a loss draws, its samples are told apart from its mask: draws excuse nothing."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def images(n):
     return torch.ones(n, 2, 5, 5)
 
 
-Draw = Callable[[int], Tensor]  # numbers for so many rows
+Draw = Callable[[int], Tensor]  # numbers for so many samples
 OF_TORCH = {
     "rand": lambda n: torch.rand(n),
     "randn": lambda n: torch.randn(n, 2),

@@ -57,7 +57,10 @@ def attention(dropout=0.0):
 
 
 def experts(capacity=0, balanced=False):
-    """The best two of four for each row; with a capacity, those rows that do not come too late."""
+    """The best two of four for each sample;
+
+    with a capacity, those samples that do not come too late.
+    """
 
     def run(x, gate, *experts):
         gate = gate(x).softmax(-1)
@@ -134,7 +137,7 @@ def policies(advantages, grouped=False, on_policy=True):
 
 
 def critics(inner, statistics=False):
-    """Wasserstein's, with a penalty on the norm of the gradient by each row."""
+    """Wasserstein's, with a penalty on the norm of the gradient by each sample."""
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def loss(params, batch):
@@ -303,7 +306,7 @@ def test_its_neighbours_do_not(name, precision):
         steps(name, precision)
 
 
-# Forty random networks of layers that keep rows apart ------------------------------------
+# Forty random networks of layers that keep samples apart ------------------------------------
 
 
 NETWORKS, MANY, LENGTH = 40, 33, 4
@@ -324,7 +327,7 @@ def attending(width):
 
 
 def along(layer):
-    """A layer over the positions of a row."""
+    """A layer over the positions of a sample."""
     return Around(lambda x, layer: layer(x.mT).mT, layer)
 
 

@@ -198,7 +198,7 @@ def test_a_mean_over_padded_rows_is_refused_at_once(it, dtype, dropout):
 # A language model whose labels are masked unevenly: the mean over tokens, exactly --------------
 
 
-KEPT = (12, 1, 7, 0, 0, 3, 12)  # tokens that count in each row: rows 3 and 4 are all masked
+KEPT = (12, 1, 7, 0, 0, 3, 12)  # tokens that count in each row: samples 3 and 4 are all masked
 SIZES = (1, 2, 3, 7)
 
 
@@ -271,7 +271,7 @@ def test_weighted_by_tokens_is_the_full_batch(model, batch, size, engine):
 
 
 def test_a_mean_of_means_is_far_off(model, batch):
-    """The control: rows of different lengths averaged alike are far off, without any NaN."""
+    """The control: samples of different lengths averaged alike are far off, without any NaN."""
     rows = [i for i, kept in enumerate(KEPT) if kept]  # an all-masked mean is NaN
     some = {key: column[rows] for key, column in batch.items()}
     mean = lambda params, part: total(model, params, part) / count(part)  # noqa: E731

@@ -135,7 +135,7 @@ def test_a_loss_that_is_off_is_refused_by_the_eighth_call(species, dtype, some):
         if isinstance(outcome(species, dtype, way, size, calls=1, check=False), Exception):
             continue
         got = outcome(species, dtype, way, size)
-        # Of a stream: one row has no parts, and batch norm takes no single row.
+        # Of a stream: one sample has no parts, and batch norm takes no single sample.
         few = 4 if species.kind == "batch statistics" else 2
         told = way not in ("updates", "stream") or size >= few
         told = told and size not in SILENT.get(species.name, ())

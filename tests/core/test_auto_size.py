@@ -38,7 +38,7 @@ def nobody_watches_for_writes():
 
 
 class Counted:
-    """A loss that notes the rows of each microbatch, and keeps so many activations."""
+    """A loss that notes the samples of each microbatch, and keeps so many activations."""
 
     def __init__(self, terms=1):
         self.terms = terms
@@ -119,12 +119,12 @@ def test_later_batches_begin_at_what_is_known():
     ):
         step(state, batch)
         assert loss.tried() == sizes
-    step(state, torch.zeros(12, 2 * WIDTH)[:, ::2].double())  # another kind of row
+    step(state, torch.zeros(12, 2 * WIDTH)[:, ::2].double())  # another kind of sample
     assert loss.tried()[0] == 12
 
 
 class Scarce:
-    """A loss that runs out of memory above so many rows, and notes those that it was asked for."""
+    """A loss that runs out of memory above so many samples, and notes what it was asked for."""
 
     def __init__(self):
         self.holds, self.rows = 0, list[int]()
@@ -144,7 +144,7 @@ def rows_like(*shape, dtype=torch.float32):
 
 
 class KindOf(NamedTuple):
-    """Params, a batch of so many rows, and what else a loss is given."""
+    """Params, a batch of so many samples, and what else a loss is given."""
 
     params: Any = torch.ones(4)
     batch: Callable[[int], Any] = rows_like(3)
@@ -176,7 +176,7 @@ def calling(form, loss):
 
 @pytest.mark.parametrize("form", ["step", "grad", "value"])
 def test_what_is_known_of_one_kind_is_not_taken_for_another(form):
-    """Of the first it is known that 4 rows are too many, and of no other."""
+    """Of the first it is known that 4 samples are too many, and of no other."""
     loss = Scarce()
     call = calling(form, loss)
     left_out = ["first", *(["shape of what is shared"] if form == "step" else [])]
@@ -207,7 +207,7 @@ def test_a_budget_is_kept_for_each_shape_of_params():
 
 
 def test_a_size_that_fits_no_longer_is_forgotten():
-    """Rows of the same shape, of which more is kept than before."""
+    """Samples of the same shape, of which more is kept than before."""
     loss = Counted()
     step = made(loss, peak(1, make_batch(8), Counted(30)))
     state = step.init(PARAMS)
@@ -241,7 +241,7 @@ def test_a_proven_size_is_not_counted():
         *((32, False), (64, False)),  # a shorter batch makes nothing forgotten
     ):
         seen.clear()
-        step(state, make_batch(rows))  # with 8 rows a microbatch, in longer and longer batches
+        step(state, make_batch(rows))  # with 8 samples a microbatch, in longer and longer batches
         assert any(seen) == counted
         assert not any(seen[-rows // 8 :])
 
@@ -261,7 +261,7 @@ def test_a_stream_takes_what_it_is_given():
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_stream_gives_aux_that_outlives_its_window(donate):
-    """Each row's, and what is no row: a tensor of the state itself."""
+    """Each sample's, and what is no row: a tensor of the state itself."""
 
     loss = lambda w, x: ((w * x).square().mean(), {"rows": x.sum(1), "before": w})  # noqa: E731
     options = {"has_aux": True, "aux_reduction": {"rows": "concat", "before": "last"}}

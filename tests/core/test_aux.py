@@ -58,7 +58,7 @@ def test_each_reduction_reduces_as_its_loop_does(transform, seed, rows, size):
 @pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])
 @given(seeds(), st.integers(1, 12), st.integers(1, 12))
 def test_mean_is_weighted_as_the_loss_is(transform, kind, seed, rows, size):
-    """By rows, or by the weight of ``Weighted``; rounded by the division and by the cast."""
+    """By samples, or by the weight of ``Weighted``; rounded by the division and by the cast."""
 
     def loss(w, x):
         out = (x @ w).mean() if kind == "mean" else (x @ w).sum()
@@ -140,7 +140,7 @@ def test_a_leaf_comes_out_in_the_shape_and_the_dtype_of_its_kind(
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @given(seeds(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
 def test_a_skipped_microbatch_takes_its_weight_along(engine, seed, count, size, poisoned):
-    """Sums and means are those of the microbatches that were kept; ``concat`` keeps all rows."""
+    """Sums and means are those of the microbatches that were kept; ``concat`` keeps all samples."""
 
     def loss(w, x):
         return (x @ w).mean(), {

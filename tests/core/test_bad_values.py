@@ -23,7 +23,7 @@ modes = pytest.mark.parametrize("nonfinite", NONFINITE)
 
 
 def weighing(params, batch):
-    """Rows of which two weigh what the batch says of each."""
+    """Samples of which two weigh what the batch says of each."""
     return pa.Weighted((batch["x"] @ params["w"] + params["b"]).sum(), batch["weight"].sum() / 2)
 
 
@@ -51,7 +51,7 @@ def test_a_weight_that_is_none_makes_all_nan(engine, nonfinite, weights, bad, at
     """Negative, infinite or NaN; also where the sum of all weights would be positive."""
     weights.insert(at, bad)
     at = weights.index(bad) if bad == bad else [w != w for w in weights].index(True)
-    if size != 2:  # one microbatch, which weighs what the first row says
+    if size != 2:  # one microbatch, which weighs what the first sample says
         weights = [weights[at]]
     batch = {
         "x": torch.ones(2 * len(weights), 2),

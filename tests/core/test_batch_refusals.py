@@ -1,6 +1,7 @@
 """A batch that cannot be cut is refused before the loss is called, and its leaf is named.
 
-A microbatch of a stream needs no rows unless its loss is a mean over them, which only it can tell.
+A microbatch of a stream needs no samples unless its loss is a mean over them, which only it can
+tell.
 """
 
 import warnings
@@ -175,7 +176,7 @@ def test_a_nested_tensor_of_other_rows_is_named():
 @receivers()
 @given(data=st.data())
 def test_whichever_leaf_disagrees_is_named(to, data):
-    """One leaf of a random tree has other rows than the rest: the error says which."""
+    """One leaf of a random tree has other samples than the rest: the error says which."""
     trees = st.recursive(
         st.just(3),
         lambda t: st.lists(t, min_size=1, max_size=3) | st.dictionaries(st.sampled_from("abc"), t),

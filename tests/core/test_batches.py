@@ -1,4 +1,4 @@
-"""Batches as they come: whatever holds the rows, its gradient is that of a dict of tensors.
+"""Batches as they come: whatever holds the samples, its gradient is that of a dict of tensors.
 
 On exact data: any cut of any container gives the bits of the whole batch.
 """
@@ -138,7 +138,7 @@ def test_paths_are_as_one_writes_them():
 
 @given(compositions(ROWS))
 def test_records_are_cut_and_other_lists_are_not(sizes):
-    """A list of dicts, one for each row; one of another length goes to all."""
+    """A list of dicts, one for each sample; one of another length goes to all."""
     batch = {
         "x": torch.arange(float(ROWS)),
         "records": [{"name": str(i), "at": (i, [i])} for i in range(ROWS)],
@@ -205,7 +205,7 @@ def test_jagged_tensors_are_cut_between_their_rows(seed, sizes, lengths):
             assert torch.equal(x, y)
 
 
-# A stream needs no rows ------------------------------------------------------------------------
+# A stream needs no samples ------------------------------------------------------------------------
 
 
 def over_tokens(w, batch):

@@ -40,7 +40,7 @@ def grads(*modules):
 
 
 def which(x):
-    """The microbatch of some rows."""
+    """The microbatch of some samples."""
     return 0 if x[0, 0] < -0.9 else 1 if x[0, 0] < 0.1 else 2
 
 

@@ -1,4 +1,4 @@
-"""Losses whose rows are coupled: the full batch's gradient, where plain accumulation is far off.
+"""Losses whose samples are coupled: the full batch's gradient, where plain accumulation is far off.
 
 In float64 two graphs of one loss differ by some hundred roundings. 1e-10 of the gradient's norm
 leaves six digits for those, and is a millionth of what plain accumulation misses.
@@ -83,7 +83,7 @@ def test_any_cut_is_the_full_batch(name, data, seed, way):
 
 @families
 def test_plain_accumulation_is_far_off(name):
-    """The control: the same function, its rows taken for uncoupled."""
+    """The control: the same function, its samples taken for uncoupled."""
     loss, params, batch = FAMILIES[name], params_of(0), batch_of(0)
     want = torch.func.grad(loss)(params, batch)
     asked = pa.grad(loss, microbatch_size=4)

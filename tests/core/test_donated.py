@@ -269,7 +269,7 @@ def test_skip_adds_nothing_before_all_is_known(engine, at):
 
 
 def make_bad(leaf):
-    """Finite, but for the gradient of one leaf at the rows from the fourth on."""
+    """Finite, but for the gradient of one leaf at the samples from the fourth on."""
 
     def loss(params, batch):
         zero = params[leaf] - params[leaf].detach()

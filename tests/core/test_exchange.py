@@ -1,4 +1,4 @@
-"""What ranks exchange in a function is differentiated as in one process that has all rows."""
+"""What ranks exchange in a function is differentiated as in one process that has all samples."""
 
 from collections import Counter
 from functools import partial
@@ -42,7 +42,7 @@ class Collectives(TorchDispatchMode):
 
 
 def cut_by_ranks(data, rows, world):
-    """Which rows each rank has: any number of them, also none."""
+    """Which samples each rank has: any number of them, also none."""
     cuts = sorted(data.draw(st.integers(0, rows)) for _ in range(world - 1))
     return [slice(a, b) for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
 
@@ -218,11 +218,11 @@ def problem(rows, seed):
 def test_a_contrastive_loss_of_all_ranks_is_that_of_one(
     rank, world, data, kind, engine, size, skip
 ):
-    """Uneven rows, none at all; each rank returns its own share, or all return the whole."""
+    """Uneven samples, none at all; each rank returns its own share, or all return the whole."""
     rows = data.draw(st.integers(2, 9))
     params, batch = problem(rows, rows)
     shares = cut_by_ranks(data, rows, world)
-    if kind == "mean":  # a mean of no rows has no cotangent to give
+    if kind == "mean":  # a mean of no samples has no cotangent to give
         even = rows // world * world
         batch = {k: v[: max(even, world)] for k, v in problem(max(even, world), rows)[1].items()}
         rows = len(batch["x"])
@@ -259,7 +259,7 @@ def test_a_contrastive_loss_of_all_ranks_is_that_of_one(
 @in_step()
 @given(data=st.data(), size=st.integers(1, 4), masked=st.booleans())
 def test_bits_of_a_polynomial_of_all_rows(rank, world, data, size, masked):
-    """All numbers are whole; where a rank's rows have no weight, others still look at them."""
+    """All numbers are whole; where a rank's samples have no weight, others still look at them."""
     rows = data.draw(st.sampled_from([1, 2, 4, 8]))
     shares = cut_by_ranks(data, rows, world)
     x, w = whole_numbers(rows, 3, seed=rows), whole_numbers(3, 2, seed=1)
@@ -291,7 +291,10 @@ def test_bits_of_a_polynomial_of_all_rows(rank, world, data, size, masked):
 
 @on_ranks(2)
 def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank, world):
-    """No rows, or rows of no weight; what is computed again reaches the other rank as well."""
+    """No samples, or samples of no weight;
+
+    what is computed again reaches the other rank as well.
+    """
     params, batch = problem(5, 1)
     for rows, weight in ((0, 1.0), (2, 0.0)):
         batch["weight"] = torch.ones(5).double()
@@ -346,7 +349,7 @@ def by_torch(w, x):
 
 @on_ranks(2)
 def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank, world):
-    """Each of them begins a new kind of batch when the other one does not; one has no rows."""
+    """Each of them begins a new kind of batch when the other one does not; one has no samples."""
     w = torch.tensor([1.0, -2.0], dtype=torch.float64)
     of_rank = whole_numbers(3, 2), whole_numbers(0, 2)
     for loss in (by_psum, by_gather, by_gradient, by_torch):

@@ -1,6 +1,6 @@
 """Sums of given gradients: within gamma(n - 1) * sum|g| of the exact sum, in any history.
 
-The loss is linear, so the gradient of row i is ``x[i]`` itself, and every rounding on the way is
+The loss is linear, so the gradient of sample i is ``x[i]`` itself, and every rounding on the way is
 an addition of n numbers in some order.
 """
 
@@ -103,7 +103,7 @@ def test_a_weighted_mean_rounds_twice_more(dtype, data):
 @examples(1 / 2)
 @given(data=st.data())
 def test_float32_parameters_summed_in_float64_round_as_float64_does(data):
-    """``dtype=torch.float64``: row by row, so that no microbatch sums in float32."""
+    """``dtype=torch.float64``: row by sample, so that no microbatch sums in float32."""
     x = data.draw(addends(torch.float32))
     w = torch.zeros(())
     acc = pa.accumulator(inner, reduction="sum", dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Plain ``.backward()`` follows what requires grad, through whatever gives derivatives, or raises.
 
-All losses are polynomials on whole numbers in float64, and rows are a power of two: every result
+All losses are polynomials on whole numbers in float64, and samples are a power of two: every result
 is exact, and so are its derivatives. The other side is torch.func's transform of plain torch.
 """
 

@@ -116,7 +116,7 @@ def test_vmap_of_the_engine_is_a_loop_of_the_engine(seed, loss, rows, data):
     several = {"w": integers(g, 3, 4, 2, bound=7), "emb": integers(g, 3, 5, 4)}
     several["b"] = integers(g, 3, 2)
     batch = make_batch(seed, rows)
-    # The mean of one microbatch divides by its rows before it adds up, which rounds.
+    # The mean of one microbatch divides by its samples before it adds up, which rounds.
     size = data.draw(st.integers(1, rows - (loss.name == "mean")))
     gradient = pa.grad_and_value(loss.call, microbatch_size=size, reduction=loss.reduction)
     at_once = torch.func.vmap(gradient, (0, None))(several, batch)

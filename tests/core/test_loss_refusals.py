@@ -147,7 +147,7 @@ def test_losses_that_depend_on_their_parameters_may_call_modules(name, engine):
 
 ROWS, PART = 16, 4
 W, WIDE, LABELS = torch.ones(3), torch.ones(ROWS, 3), torch.arange(ROWS) % 2
-FAIL = {  # where y has 16 rows and x has 4
+FAIL = {  # where y has 16 samples and x has 4
     "arithmetic": lambda w, x, y: (x @ w - y).square().mean(),
     "cross entropy": lambda w, x, y: nn.functional.cross_entropy(x * w, y),
     "a mask": lambda w, x, y: (x @ w)[y > 0].mean(),
@@ -274,7 +274,7 @@ NOT_REDUCED = {
     "the mean of a word": ("mean", lambda x: "rows", TypeError, ("is a str", "no mean", "'last'")),
     "the sum of an object": ("sum", lambda x: object(), TypeError, ("is a object", "no sum")),
 }
-# Good in the first microbatch, of two rows; not in the last, of one.
+# Good in the first microbatch, of two samples; not in the last, of one.
 NOT_ALIKE = {
     "sum of rows": ("sum", lambda x: x, "(1, 2) after (2, 2)"),
     "mean of rows": ("mean", lambda x: x[:, 0], "(1,) after (2,)"),
@@ -318,7 +318,7 @@ def test_a_leaf_that_is_not_of_its_kind_is_refused(transform, how, aux, error, w
 @transforms()
 @pytest.mark.parametrize(("how", "aux", "shapes"), NOT_ALIKE.values(), ids=NOT_ALIKE)
 def test_a_leaf_whose_shape_changes_is_refused(transform, how, aux, shapes):
-    """Broadcasting two rows against one would be silently wrong."""
+    """Broadcasting two samples against one would be silently wrong."""
     words = (f"aux['a'][0] has shape {shapes}", repr(how), "one row per sample takes 'concat'")
     with refused(ValueError, *words, given=PARAMS):
         run(transform, with_aux(aux), how, 3)

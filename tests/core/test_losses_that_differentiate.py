@@ -58,7 +58,7 @@ CALLED = {
 
 
 def loss_of(called):
-    """The mean over rows of what is the same for all of them, and of a term that is not."""
+    """The mean over samples of what is the same for all of them, and of a term that is not."""
     return lambda w, x: (called(w) * 0.25).sum() + ((x @ w) ** 2).mean()
 
 
@@ -132,7 +132,7 @@ def test_a_loss_that_begins_to_differentiate_after_some_microbatches():
 
 
 def adapted(w, x):
-    """The loss after one step of the rows' own, as a task of MAML has it."""
+    """The loss after one step of the samples' own, as a task of MAML has it."""
     (g,) = torch.autograd.grad(((x @ w) ** 2).sum() / 4, w, create_graph=True)
     return (((x @ (w - g / 4)) * (x @ w)) ** 2).sum()
 

@@ -25,7 +25,7 @@ REDUCTIONS = {
 
 
 def tokens(seed):
-    """Rows of which some have no token at all."""
+    """Samples of which some have no token at all."""
     drawn = generator(seed)
     mask = torch.randint(0, 2, (ROWS, 4), generator=drawn).bool()
     mask[torch.randint(0, ROWS, (2,), generator=drawn)] = False

@@ -1,8 +1,8 @@
 """Plain code over microbatched functions gives the bits of the full batch, however it is cut.
 
-A program is drawn: functions of rows, sums of rows that later functions read, and code that sees
-all rows at once, in any order. Its numbers are integers and every sum of them is exact, so that one
-wrong bit is a fault. The same program with nothing cut is what it is compared with.
+A program is drawn: functions of samples, sums of samples that later functions read, and code that
+sees all samples at once, in any order. Its numbers are integers and every sum of them is exact, so
+that one wrong bit is a fault. The same program with nothing cut is what it is compared with.
 """
 
 from functools import partial
@@ -208,7 +208,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 def is_exact(kind, sizes):
-    """Means of a microbatch round in the loss, unless it has a power of two of rows."""
+    """Means of a microbatch round in the loss, unless it has a power of two of samples."""
     return kind != "mean" or all(size & (size - 1) == 0 for size in sizes)
 
 
@@ -250,7 +250,7 @@ def test_every_size_gives_the_bits_of_the_full_batch(kind, data):
 
 
 def test_a_microbatch_alone_is_another_function():
-    """The control: the same program, as if its rows were not coupled, gives other gradients."""
+    """The control: the same program, as if its samples were not coupled, gives other gradients."""
     program = build([("sum", ()), ("relu", (0,)), ("squared", ())], 3, 8)
     want, _ = full_batch(program, "sum")
     options = {"microbatch_size": 3, "reduction": "sum"}
@@ -339,7 +339,7 @@ def test_a_step_that_is_not_finite_is_not_applied():
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_a_policy_casts_what_is_given_and_nothing_in_between(engine):
-    """What a function of rows widens on purpose stays so: 257 is no number of bfloat16."""
+    """What a function of samples widens on purpose stays so: 257 is no number of bfloat16."""
 
     def encode(w, x):
         assert w.dtype == x.dtype == torch.bfloat16
@@ -359,7 +359,7 @@ def test_a_policy_casts_what_is_given_and_nothing_in_between(engine):
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_sum_over_many_tokens_fits_into_half_precision(engine, size):
-    """Under a loss scale, with weights of some hundred tokens in each row."""
+    """Under a loss scale, with weights of some hundred tokens in each sample."""
     g = generator(0)
     params = {"w": integers(g, 3, 2, bound=1), "gain": torch.ones(2)}
     batch = {"x": integers(g, 8, 3, bound=1), "mask": torch.tensor([512, 0, 256, 512] * 2)}

@@ -1,4 +1,4 @@
-"""``pa.microbatch`` is closed: its derivatives are functions of rows, and so are theirs.
+"""``pa.microbatch`` is closed: its derivatives are functions of samples, and so are theirs.
 
 A transform of a microbatched function is the microbatched transform, to the bit on integers; and
 every nest of two transforms, and of three, is what it is of plain code over the full batch. Both
@@ -42,7 +42,7 @@ def exact(seed):
 
 
 def both(w, x):
-    """Rows, and a sum over them; of third order in what is shared."""
+    """Samples, and a sum over them; of third order in what is shared."""
     h = x @ w
     return h * h * w[0] + h.relu() * x[:, :2], (h * h * h).sum(0)
 
@@ -52,7 +52,10 @@ REDUCTIONS = ("concat", "sum")
 
 @given(cuts, seeds())
 def test_the_gradient_of_a_cut_is_the_cut_of_the_gradient(cut, seed):
-    """Cotangents of rows are rows, those of sums are shared; gradients the other way round."""
+    """Cotangents of samples are samples, those of sums are shared;
+
+    gradients the other way round.
+    """
     w, x, c = exact(seed)
     micro = partial(pa.microbatch, microbatch_size=cut)
     s = c[0]
@@ -85,7 +88,7 @@ def test_the_map_of_a_cut_is_the_cut_of_the_map(cut, seed, dims):
     xs = x if dims[1] is None else torch.stack([x, -x, x.flip(0)], dims[1])
     whole = vmap(both, dims)(ws, xs)
     assert_trees_bitwise_equal(vmap(micro(both, reduce=REDUCTIONS), dims)(ws, xs), whole)
-    dim = int(dims[1] == 0)  # along which the rows lie beside the map
+    dim = int(dims[1] == 0)  # along which the samples lie beside the map
     inside = micro(vmap(both, dims, out_dims=(1 - dim, 0)), reduce=REDUCTIONS, dim=dim)
     rows, sums = inside(ws, xs)
     assert_trees_bitwise_equal((rows.movedim(1 - dim, 0), sums), whole)
@@ -165,7 +168,7 @@ FORMS = ("rows", "rows and a mean", "cut along another dim", "cut in a cut")
 
 
 def coupled(micro, form, cut):
-    """Plain code around a function of rows, or around two of them."""
+    """Plain code around a function of samples, or around two of them."""
 
     def of(w, x):
         if form == "rows and a mean":

@@ -40,7 +40,7 @@ def make_batch():
 
 
 def loss_of(hit=lambda x: x, size=4):
-    """Rows, and a sum that further rows read; ``hit`` is done to each of them."""
+    """Samples, and a sum that further samples read; ``hit`` is done to each of them."""
 
     def encode(p, b):
         h = hit(b["x"]) @ p["w"] + (p["large"] ** 2).sum() * 2.0**-18
@@ -105,7 +105,7 @@ def test_an_error_inside_changes_nothing(call):
     assert_trees_bitwise_equal(run(params, batch), want)
 
 
-HITS = {  # what is done to rows of a width, and the error
+HITS = {  # what is done to samples of a width, and the error
     "a bad backward pass": (4, Explodes.apply, BoomError, r"^$"),
     "a write to the batch": (3, torch.relu_, RuntimeError, r"in.place"),
     "a write to rows of a function before": (4, torch.relu_, RuntimeError, r"in.place"),
@@ -132,7 +132,7 @@ def test_a_write_under_vmap_is_refused_too():
 
 
 def test_a_captured_batch_norm_is_refused_before_it_is_written_to():
-    """It would couple the rows of a microbatch, and count them twice."""
+    """It would couple the samples of a microbatch, and count them twice."""
     norm = nn.BatchNorm1d(3, affine=False)
     micro = pa.microbatch(lambda w, x: norm(x * w), microbatch_size=2)
     x = torch.randn(6, 3)

@@ -46,7 +46,7 @@ FORMS = {  # of rows: what comes out of a microbatch, how it is reduced, and wha
 
 
 def made(form, f, cut):
-    """A loss that couples rows, in plain code or of microbatches."""
+    """A loss that couples samples, in plain code or of microbatches."""
     if form == "captured":
         return captured(f, cut)
     outputs, reduce, end = FORMS[form]
@@ -56,7 +56,7 @@ def made(form, f, cut):
 
 
 def captured(f, cut):
-    """Rows, of parameters from the closure."""
+    """Samples, of parameters from the closure."""
 
     def loss(params, x):
         of = lambda x: f(params, x)  # noqa: E731
@@ -162,7 +162,7 @@ def test_the_whole_batch_takes_more(nest):
 
 
 def test_rows_that_are_views_keep_nothing_of_what_they_are_views_of():
-    """Rows of a few bytes, each of which lies in the memory of a whole activation."""
+    """Samples of a few bytes, each of which lies in the memory of a whole activation."""
     first = pa.microbatch(lambda x: (x * 2)[:, :1], microbatch_size=8, batch_argnums=0)
     one, x = 8 * 4096 * 4, torch.ones(32 * 8, 4096)
     with counting() as live, torch.no_grad():

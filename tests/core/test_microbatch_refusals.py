@@ -56,7 +56,7 @@ def test_an_option_that_makes_no_sense_is_refused(options, error, words):
 SIZED = {of.__name__: of for of in (pa.grad, pa.grad_and_value, pa.value)} | {
     "microbatch": partial(pa.microbatch, reduce="sum")
 }
-ARGUMENTS = {  # of a function that returns its rows, and is never called
+ARGUMENTS = {  # of a function that returns its samples, and is never called
     "a name that is no argument": (
         lambda f: micro(f, batch_argnums=(), batch_argnames="x")(W, X),
         *("batch_argnames names 'x'", "batch_argnums"),
@@ -90,14 +90,14 @@ def test_what_cannot_be_cut_is_refused_before_any_work(name):
 
 PER_SAMPLE = ("one row per sample", "'sum'", "'mean'", "'stack'", "Weighted")
 FIRST = lambda x: bool(x[0, 0] == 0)  # noqa: E731
-OUTPUTS = {  # what is called on rows, and words of the error
+OUTPUTS = {  # what is called on samples, and words of the error
     "0-d": (micro(lambda w, x: rows(w, x).sum(), 3), "has shape ()", *PER_SAMPLE),
     "too few": (micro(lambda w, x: rows(w, x)[:1], 3), "has shape (1, 2)", *PER_SAMPLE),
     "in a tree": (
         micro(lambda w, x: {"a": x, "b": [x.sum(0)]}, 3),
         *("has shape (2,)", *PER_SAMPLE),
     ),
-    # of as many rows as the first microbatch; a ragged one tells
+    # of as many samples as the first microbatch; a ragged one tells
     "a sum that still has rows": (micro(size=3, reduce="sum"), "(1, 2)", "(3, 2)", "'concat'"),
     "reductions that are no prefix": (
         micro(reduce={"a": "sum"}),

@@ -17,7 +17,7 @@ from tests.problems import in_parts, once
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
-MOST = {torch.bfloat16: 15, torch.float16: 127}  # in a row; 16 rows stay below 2**8, 2**11
+MOST = {torch.bfloat16: 15, torch.float16: 127}  # in a row; 16 samples stay below 2**8, 2**11
 narrow = pytest.mark.parametrize("dtype", list(MOST))
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 sizes_up_to_16 = st.lists(st.integers(8, 16), min_size=12, max_size=20)
@@ -63,7 +63,7 @@ def test_sums_are_float32_and_right_beyond_the_parameters_range(
     want, by = sums_of(kind, batch)
     assert_trees_bitwise_equal(state.grads, want)
     assert_trees_bitwise_equal(grads, want / by)
-    if kind != "mean":  # its rows are not a power of two: it rounds in the loss
+    if kind != "mean":  # its samples are not a power of two: it rounds in the loss
         assert_trees_bitwise_equal(value, want.sum().double() / by)
 
 
@@ -104,7 +104,7 @@ def dense(kind):
 
 
 def around_50(seed):
-    """Rows in pairs 50 + d, 50 - d: all means over pairs are 50."""
+    """Samples in pairs 50 + d, 50 - d: all means over pairs are 50."""
     d = torch.randint(-14, 15, (TOKENS // 2, 1), generator=generator(seed))
     return torch.cat([50 + d, 50 - d], 1).reshape(-1).half()
 
@@ -120,7 +120,7 @@ def test_a_gradient_whose_sum_overflows_float16_is_right(kind, engine, seed, siz
     grads, value = acc.finalize(in_parts(acc, w, pa.microbatches(x, size)))
     got = pa.grad(dense(kind), microbatch_size=size, engine=engine)(w, x)
 
-    # Where a microbatch of pairs is a power of two, nothing rounds. Of 4095 rows the gradient
+    # Where a microbatch of pairs is a power of two, nothing rounds. Of 4095 samples the gradient
     # rounds to 11 bits, once.
     off = 50 * 2.0**-11 if size == 4095 else 0.0
     assert (grads - 50).abs() <= off

@@ -1,6 +1,6 @@
 """Real networks: the full batch's gradient and value, however the batch is accumulated.
 
-Two graphs of a network round differently, and the error of each row's gradient is unknown; in
+Two graphs of a network round differently, and the error of each sample's gradient is unknown; in
 float64 it is below the square root of the unit, which leaves eight digits for every real fault.
 """
 
@@ -24,7 +24,7 @@ engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
 def one_graph(network, kind, params, batch):
-    """Gradient and value of the whole batch; then what the rows add to them, one by one."""
+    """Gradient and value of the whole batch; then what the samples add to them, one by one."""
 
     def weigh(of):
         return of["weights"] if kind == "weighted" else torch.ones_like(of["weights"])

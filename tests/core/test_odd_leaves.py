@@ -1,4 +1,7 @@
-"""Odd leaves: complex, sparse, not contiguous, without rows or elements, and no tensors at all."""
+"""Odd leaves:
+
+complex, sparse, not contiguous, without samples or elements, and no tensors at all.
+"""
 
 import pytest
 import torch
@@ -213,7 +216,7 @@ def total(params, batch, sparse):
 def make(seed, vocabulary, rows):
     g = generator(seed)
     batch = {
-        "i": torch.randint(0, 6, (rows, 2), generator=g),  # repeats within rows and between
+        "i": torch.randint(0, 6, (rows, 2), generator=g),  # repeats within samples and between
         "y": whole(g, rows),
         "mask": torch.randint(0, 3, (rows,), generator=g),
     }

@@ -50,7 +50,7 @@ def update(loss, params, x, engine):
 @pytest.mark.parametrize("form", [whole, cut, step, update])
 @pytest.mark.parametrize("leaves", [4, 12])
 def test_one_gradient_tree_is_alive_whatever_the_number_of_leaves(form, loss, engine, leaves):
-    """Of a donated update the sums were there before; the rest are rows, and they are few."""
+    """Of a donated update the sums were there before; the rest are samples, and they are few."""
     params = [torch.full((SIDE, SIDE), 2.0**-9) for _ in range(leaves)]
     run = form(loss, params, torch.ones(ROWS, SIDE), engine)
     with counting() as live:

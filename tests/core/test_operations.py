@@ -31,7 +31,9 @@ pytestmark = [
 ]
 Params = list[Tensor]
 Loss = Callable[[Params, Tensor], Tensor]
-Of = Callable[[Loss], Callable[[Params], Tensor]]  # a loss over all rows, as a function of params
+Of = Callable[
+    [Loss], Callable[[Params], Tensor]
+]  # a loss over all samples, as a function of params
 
 WRONG_WHERE_OBSERVED = "linalg.pinv", "polar"  # with complex numbers: pytorch#198118
 
@@ -46,7 +48,7 @@ class Handing:
         return grads, state
 
 
-# Losses over all rows, in four ways -----------------------------------------------------------
+# Losses over all samples, in four ways -----------------------------------------------------------
 
 
 def plain(loss):

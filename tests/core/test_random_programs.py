@@ -61,7 +61,7 @@ INPUTS = ("w", "rows", "captured")
 
 
 def cut(piece, size, by=1.0):
-    """A piece over all rows, in one tensor; it captures what its weight is multiplied by."""
+    """A piece over all samples, in one tensor; it captures what its weight is multiplied by."""
     reduce, func = PIECES[piece]
     scaled = lambda w, x: func(w * by, x)  # noqa: E731
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
 ROWS = 5
 X, W = normal(ROWS, 3), normal(3, seed=1)
 
-# What each reduction means, of the outputs of all microbatches and the rows of each.
+# What each reduction means, of the outputs of all microbatches and the samples of each.
 PLAIN = {
     "concat": lambda outs, _: torch.cat(outs),
     "stack": lambda outs, _: torch.stack(outs),
@@ -37,7 +37,7 @@ PLAIN = {
     "last": lambda outs, _: outs[-1],
     "Weighted": lambda outs, n: torch.stack(outs).sum(0) / n.sum(),
 }
-SHAPES = {  # of the rows and three columns of a microbatch
+SHAPES = {  # of the samples and three columns of a microbatch
     "()": lambda h: h.sum(),
     "(1,)": lambda h: h.sum().view(1),
     "(3,)": lambda h: h.sum(0),
@@ -53,7 +53,7 @@ BEST = pa.Reducer(
 
 
 def columns(w, x, kind):
-    """Three smooth columns for each row."""
+    """Three smooth columns for each sample."""
     h = x.to(w.dtype) @ w
     h = torch.stack([h.sin() + 2 * h.conj(), h * h, h * w[0].cos()], 1)
     return torch.exp(1j * h) if kind == "complex" else h
@@ -103,7 +103,7 @@ def beside_plainly(func, reduction, sizes, other):
 
 
 def inside(func, reduction, reduced):
-    """A function that calls a reduction of its own rows, one microbatch a row."""
+    """A function that calls a reduction of its own samples, one microbatch a sample."""
 
     def run(w, x):
         return func(w, x) * number(reduced(func, reduction, [1] * len(x))(w, x)).sin()
@@ -172,7 +172,7 @@ def test_a_program_has_the_derivatives_of_plain_code(program, name):
 
 @pytest.mark.parametrize("name", ["hessian", "jvp of grad", "jacrev twice", "jacfwd twice"])
 def test_a_total_of_rows_that_a_microbatched_function_moves(name):
-    """What is differentiated reaches the total through its rows alone."""
+    """What is differentiated reaches the total through its samples alone."""
     x, w, b = normal(4, 3), normal(3, 3, seed=1), normal(3, seed=2)
 
     def of(total, cut):

@@ -1,6 +1,6 @@
 """What ``pa.microbatch`` returns, for each reduction, is what plain code gives for the full batch.
 
-Values, and gradients of first and second order, in bits: on integers, and with weights and rows
+Values, and gradients of first and second order, in bits: on integers, and with weights and samples
 whose numbers are powers of two wherever something is divided by them.
 """
 
@@ -133,7 +133,7 @@ def test_microbatches_that_tie_share_the_gradient_of_the_largest(reduction, cut,
 
 @given(cuts, seeds())
 def test_a_reducer_of_the_user_s_is_applied(cut, seed):
-    """It is given one value a microbatch, and the rows of that as its weight."""
+    """It is given one value a microbatch, and the samples of that as its weight."""
     w, x = data(seed)
     best = pa.Reducer(
         lambda like: (like.new_full((), -torch.inf), torch.zeros((), dtype=torch.float64)),
@@ -180,7 +180,7 @@ def test_batches_are_given_by_position_and_by_name(cut, seed):
 
 @given(cuts, seeds())
 def test_outputs_may_be_integers_and_no_tensors(cut, seed):
-    """Integer rows in and out, indices of rows, numbers that are summed, and constants."""
+    """Integer samples in and out, indices of samples, numbers that are summed, and constants."""
     w, x = data(seed)
     batch = {"i": (x[:, 0].abs()).long() % 3, "x": x, "none": None}
 
@@ -250,7 +250,7 @@ def test_rows_may_be_complex(cut, seed):
 
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_a_function_of_a_batch_without_rows_is_the_plain_one(order):
-    """One call of no rows, since only that tells what comes out."""
+    """One call of no samples, since only that tells what comes out."""
     w, x = data(0)
     micro = pa.microbatch(
         lambda w, x: (rows(w, x), rows(w, x).sum(0)), microbatch_size=2, reduce=("concat", "sum")
@@ -267,7 +267,7 @@ def test_a_function_of_a_batch_without_rows_is_the_plain_one(order):
 
 
 def weighted(w, x, a, b):
-    """Two means and rows; a mean is NaN, and so its derivatives, where there is no weight."""
+    """Two means and samples; a mean is NaN, and so its derivatives, where there is no weight."""
     h = rows(w, x).sum(1)
 
     def mean(h, mask):
@@ -279,7 +279,7 @@ def weighted(w, x, a, b):
 
 
 def mask_of(seed, without):
-    """Some rows have none; all together have a power of two."""
+    """Some samples have none; all together have a power of two."""
     mask = torch.randint(0, 4, (ROWS,), generator=generator(seed)).float()
     mask[[*without]] = 0
     mask[min({*range(ROWS)} - without)] += 32 - mask.sum()
@@ -400,7 +400,7 @@ def test_strings_of_a_batch_go_to_every_microbatch():
 @pytest.mark.parametrize("reduction", ["concat", "sum"])
 @given(cut=cuts, seed=seeds())
 def test_a_gradient_may_be_sparse(reduction, cut, seed):
-    """Of an embedding: laid beside rows, or of a ``Weighted`` that does not count everywhere."""
+    """Of an embedding: laid beside samples, or of a ``Weighted`` that does not count everywhere."""
     g = generator(seed)
     table, ids = integers(g, 6, 2, bound=3), torch.randint(6, (ROWS,), generator=g)
     mask = (ids > 2).double()

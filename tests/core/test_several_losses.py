@@ -113,7 +113,7 @@ def test_a_loss_without_weight_leaves_the_others_as_they_are(jacobian):
 
 
 def counted(many):
-    """So many losses, and the rows of each call."""
+    """So many losses, and the samples of each call."""
     calls = []
 
     def losses(p, x):

@@ -46,7 +46,7 @@ def faulty_batches(draw):
 
 
 def counted(kind, batch, bad, parts):
-    """The rows of sound microbatches, and how many microbatches are not."""
+    """The samples of sound microbatches, and how many microbatches are not."""
     count, skipped = torch.ones(ROWS, dtype=torch.bool), 0
     for rows in parts:
         # a microbatch of weight zero adds nothing, whatever is in it: there is nothing to skip

@@ -27,7 +27,7 @@ engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data(), st.booleans())
 def test_any_history_gives_the_bits_of_the_full_batch(kind, engine, data, donate):
-    """Sums and ``Weighted`` over any number of rows, means over a power of two."""
+    """Sums and ``Weighted`` over any number of samples, means over a power of two."""
     model = data.draw((powers_of_two if kind == "mean" else few).flatmap(losses))
     history = data.draw(histories(model.rows))
     acc = pa.accumulator(model.loss(kind), reduction=reduction(kind), engine=engine)

@@ -1,4 +1,4 @@
-"""Rows under a budget of tokens: all, none too full, few microbatches, on all ranks alike."""
+"""Samples under a budget of tokens: all, none too full, few microbatches, on all ranks alike."""
 
 import pytest
 import torch
@@ -45,7 +45,10 @@ def test_there_are_few_microbatches(lengths):
 
 @given(st.lists(st.integers(1, MOST), min_size=1, max_size=30))
 def test_padded_rows_go_in_as_few_microbatches_as_there_can_be(lengths):
-    """With rows sorted by length, some best cut takes neighbours: found here by trying them all."""
+    """With samples sorted by length, some best cut takes neighbours:
+
+    found here by trying them all.
+    """
     longest = sorted(lengths, reverse=True)
     best = [0]
     for end in range(1, len(longest) + 1):

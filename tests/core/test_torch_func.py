@@ -111,7 +111,10 @@ ARGNUMS = (0, 2, -1, (0,), (2, 0), (-2, -4), (0, 2, 3))
 @examples(1 / 2)
 @given(st.sampled_from([None, 3, 8]), seeds())
 def test_argnums_are_those_of_torch_func(argnums, size, seed):
-    """An int gives a tree and a tuple a tuple, in its own order; eight exact rows give the bits."""
+    """An int gives a tree and a tuple a tuple, in its own order;
+
+    eight exact samples give the bits.
+    """
     g = generator(seed)
     args = ({"w": integers(g, 3, 2)}, integers(g, 8, 3), integers(g, 2), integers(g, 2, bound=3))
     ours = pa.grad(two_params, argnums, microbatch_size=size)(*args)

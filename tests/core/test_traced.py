@@ -29,7 +29,7 @@ def whole(seed, *shape):
     return torch.randint(-3, 4, shape, generator=generator(seed)).double()
 
 
-# Points, and batches of rows that no size divides.
+# Points, and batches of samples that no size divides.
 POINTS = [(whole(i, 4, 4), whole(10 + i, 7, 4)) for i in range(3)]
 
 

@@ -113,7 +113,7 @@ def test_a_step_over_no_weight_is_not_applied(loss, reduction):
 
 
 def test_samples_without_a_weight_add_their_totals():
-    """Each is a microbatch of one row."""
+    """Each is a microbatch of one sample."""
     w, batch = torch.tensor(2.0), {"x": torch.arange(1.0, 6.0), "mask": torch.arange(5.0) % 2}
     want = torch.func.grad(lambda w: unmasked(w, batch).total / 2)(w)
     for engine in ("vmap", "autograd"):

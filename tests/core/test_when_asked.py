@@ -29,7 +29,7 @@ def coupled(w, x):
 
 
 class Noting:
-    """A loss that notes of how many rows it is called."""
+    """A loss that notes of how many samples it is called."""
 
     def __init__(self, loss=fits):
         self.inner, self.calls = loss, list[int]()
@@ -208,7 +208,7 @@ RAISES = {knows_its_rows: 4, wants_two_rows: 2, normalised: 2}
 
 @pytest.mark.parametrize("loss", RAISES, ids=lambda loss: loss.__name__)
 def test_a_loss_that_raises_on_parts_is_not_blamed(loss):
-    """Nor is its error shown. (Two rows are all that there are, or they could be joined.)"""
+    """Nor is its error shown. (Two samples are all that there are, or they could be joined.)"""
     parts = [rows(RAISES[loss], seed) for seed in range(3)]
     for _ in range(9):
         results = []

@@ -52,7 +52,7 @@ def assert_both_windows_give(run, patch):
 
 
 # A sparse gradient is added entry by entry in place; a term of a new sum is dense, and so entries
-# of one row are added to each other first, which rounds otherwise.
+# of one sample are added to each other first, which rounds otherwise.
 SPARSE = {"sparse_embedding"}
 
 

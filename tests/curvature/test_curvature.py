@@ -234,7 +234,10 @@ def test_plain_autograd_and_forward_ad_around_a_call():
 
 
 def test_functions_that_are_cut_inside():
-    """A loss of all pairs of rows, an exact BatchNorm: a batch that is whole, with cuts in it."""
+    """A loss of all pairs of samples, an exact BatchNorm:
+
+    a batch that is whole, with cuts in it.
+    """
     problem = Problem("mlp")
 
     def of_pairs(embed):

@@ -18,7 +18,7 @@ from tests.ranks import in_step, on_ranks
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("curvature")]
 PRODUCTS = ["hessian", "gauss-newton", "fisher"]
-REDUCTIONS = ["sum", "weighted", "mean"]  # of as many rows as is a power of two
+REDUCTIONS = ["sum", "weighted", "mean"]  # of as many samples as is a power of two
 
 
 def whole_numbers(*shape, seed):
@@ -247,7 +247,7 @@ def test_the_rows_of_all_ranks(rank, world, data):
 
 @on_ranks(2)
 def test_a_loss_that_reaches_other_ranks(rank, world):
-    """Of all pairs of rows, of which each rank scores its own against all."""
+    """Of all pairs of samples, of which each rank scores its own against all."""
     x, params, v = whole_numbers(7, 3, seed=1), tree(1), tree(2)
     own = slice(0, 4) if rank == 0 else slice(4, 7)
 

@@ -434,7 +434,7 @@ def test_complex_parameters():
 # When ---------------------------------------------------------------------------------------------
 
 
-COST = 6  # calls of a loss: five gradients and a product, of a few rows
+COST = 6  # calls of a loss: five gradients and a product, of a few samples
 
 
 def test_once_a_loss_and_kind():

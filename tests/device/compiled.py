@@ -18,8 +18,8 @@ class Form(NamedTuple):
     """A form of a compiled step: what it is made for, and ceilings of what is counted of it.
 
     Attributes:
-        table: The rows of a parameter, whose size is what the form follows from.
-        rows: The rows of the batch.
+        table: The samples of a parameter, whose size is what the form follows from.
+        rows: The samples of the batch.
         graphs: How many are compiled, exactly: one for each program of the form, and none breaks.
         kernels: How many kernels of Triton are compiled.
         launches: How often a step launches one.

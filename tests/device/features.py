@@ -267,7 +267,7 @@ def hessian_product(params, batch):
 
 
 def coupled(params, batch, **options):
-    """All pairs of rows, plain code over microbatches."""
+    """All pairs of samples, plain code over microbatches."""
     z = pa.microbatch(call, microbatch_size=SIZE, **options)(params, batch["x"])
     centre = pa.microbatch(
         lambda z: pa.Weighted(z.sum(), len(z)), microbatch_size=SIZE, batch_argnums=0, reduce="sum"

@@ -1,4 +1,4 @@
-"""Rows that are kept on the host go to and from the device over one stream, in order.
+"""Samples that are kept on the host go to and from the device over one stream, in order.
 
 That two streams race fails every test on the device: see ``in_order``, in ``software``.
 """

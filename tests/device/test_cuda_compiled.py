@@ -13,7 +13,7 @@ pytestmark = [
     # inductor says once that it could round more
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
-TABLES = {"scan": 8, "unrolled": 40_000, "loop": 300_000}  # rows of 8: to 9.6 MB
+TABLES = {"scan": 8, "unrolled": 40_000, "loop": 300_000}  # samples of 8: to 9.6 MB
 
 
 def loss(params, batch, keys):

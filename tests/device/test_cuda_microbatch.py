@@ -18,12 +18,12 @@ def on_cuda(tree):
 
 
 def exact(size, keep):
-    """Whole numbers all the way: rows, a sum that others read, and the whole batch at once."""
+    """Whole numbers all the way: samples, a sum that others read, and the whole batch at once."""
 
     def loss(p, b):
         options = {"microbatch_size": size, "keep": keep}
         h = pa.microbatch(lambda p, b: (b["x"] @ p["a"]).relu(), **options)(p, b)
-        # with p, since rows of the host alone would be added up there
+        # with p, since samples of the host alone would be added up there
         s = pa.microbatch(lambda p, h: h.sum(0), reduce="sum", **options)(p, h)
         h = pa.microbatch(lambda p, h, s: (h + s) @ p["b"], **options)(p, h, s)
         return ((h.to(b["y"].device) - b["y"].flip(0)) ** 2).sum()
@@ -90,7 +90,7 @@ def test_a_recomputation_on_cuda_draws_the_same_numbers(keep):
 
 
 def test_rows_kept_on_the_host_take_no_memory_of_the_device():
-    """Rows of the whole batch, which a chain of functions hands on, are not on the device."""
+    """Samples of the whole batch, which a chain of functions hands on, are not on the device."""
     weights, x = torch.ones(4, device="cuda"), torch.ones(256, 64, 64, device="cuda")
     peaks = {}
     for keep in ("device", "host"):

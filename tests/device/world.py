@@ -34,7 +34,7 @@ def network():
 
 @cache
 def normed(microbatch_size=None):
-    """A pure function with what depends on its rows together, and with what draws."""
+    """A pure function with what depends on its samples together, and with what draws."""
     torch.manual_seed(0)
     layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
     return pa.functional(nn.Sequential(*layers).to("cuda"), microbatch_size=microbatch_size)
@@ -87,7 +87,7 @@ def exact(params, batch):
 
 
 def exact_pairs(params, batch, microbatch_size, **options):
-    """A loss of all pairs of rows, plain code over microbatches."""
+    """A loss of all pairs of samples, plain code over microbatches."""
     apart = pa.microbatch(
         lambda p, b: b["x"] @ p["w"] + p["b"] - b["y"], microbatch_size=microbatch_size, **options
     )(params, batch)

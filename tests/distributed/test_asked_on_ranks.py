@@ -61,7 +61,7 @@ def own(mine):
 
 
 def refused_on_all(counts, **options):
-    """By its own rows where a rank has some to cut, and by the word of the other elsewhere."""
+    """By its own samples where a rank has some to cut, and by the word of the other elsewhere."""
     step, state = making(masked, microbatch_size=SIZE, **options)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"does not add up|rank") as caught:
@@ -73,7 +73,7 @@ def refused_on_all(counts, **options):
 
 
 def refused_by_one(**options):
-    """The rows of the last rank alone show it."""
+    """The samples of the last rank alone show it."""
     last = dist.get_rank() == dist.get_world_size() - 1
     step, state = making(masked, microbatch_size=SIZE, **options)
     for _ in range(2):

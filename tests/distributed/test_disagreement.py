@@ -444,7 +444,7 @@ def other_microbatches_later():
         for rows in (8, 8, 3):
             step(state, torch.ones(rows, 2))
         refused(lambda: step(state, torch.ones(12 if apart() else 8, 2)), said, state)  # noqa: B023
-        if size is not None:  # without rows as well
+        if size is not None:  # without samples as well
             step(state, torch.ones(0 if apart() else 8, 2))
     agree_again()
 

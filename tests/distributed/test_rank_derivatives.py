@@ -1,8 +1,8 @@
 """A step over ranks, under any transforms, is that of one process; all ranks exchange the same.
 
-Any rows on any rank, rows that are not finite, rows without weight. What ranks exchange is one list
-of operations, shapes and dtypes: it depends on the program and on no data. (A rank that went its
-own way would end the process of another, or wait for it.)
+Any samples on any rank, samples that are not finite, samples without weight. What ranks exchange is
+one list of operations, shapes and dtypes: it depends on the program and on no data. (A rank that
+went its own way would end the process of another, or wait for it.)
 """
 
 from collections.abc import Callable
@@ -30,13 +30,13 @@ Tensors = dict[str, Tensor]
 
 
 class Program(NamedTuple):
-    """A step, its rows, and what is done with it."""
+    """A step, its samples, and what is done with it."""
 
     nest: str
     rows: tuple[int, ...]  # of each rank
     size: int | None = None
     kind: str = "mean"
-    bad: str = ""  # what is wrong with the rows of a rank
+    bad: str = ""  # what is wrong with the samples of a rank
     bad_rank: int = 0
     steps: int = 1
     stream: bool = False
@@ -49,7 +49,7 @@ class Program(NamedTuple):
     clip: bool = False
     buffers: str | None = None
     train: bool = False  # whether batch norm is in training mode
-    at_once: bool = False  # whether one process takes all rows at once
+    at_once: bool = False  # whether one process takes all samples at once
     engine: str = "auto"
 
 
@@ -91,7 +91,7 @@ def inputs_of(program):
 
 
 def slices(program):
-    """Which rows each rank has."""
+    """Which samples each rank has."""
     ends = [*accumulate(program.rows)]
     return [slice(end - n, end) for end, n in zip(ends, program.rows, strict=True)]
 
@@ -144,7 +144,7 @@ Run = Callable[[Inputs], Outs]
 
 
 def run_of(program, group):
-    """The program as a function: on this rank, or in one process that has the rows of all."""
+    """The program as a function: on this rank, or in one process that has the samples of all."""
 
     def run(given):
         batch, sizes = given.batch, [n for rows in program.rows for n in cut(program, rows)]

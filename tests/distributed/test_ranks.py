@@ -1,6 +1,6 @@
 """Ranks are one more way to cut a batch: merged, they are the full batch, to the bit.
 
-Exact data; rows are shared out to ranks and to their microbatches at will, none at all included.
+Exact data; samples are shared out to ranks and to their microbatches at will, none at all included.
 """
 
 import functools
@@ -296,7 +296,7 @@ def test_the_noise_of_all_ranks_is_that_of_one(rank, world, data):
         in_every_rank(came)
 
     near(noise(dist.group.WORLD, shares[rank]), noise(None, [x for share in shares for x in share]))
-    batches = [torch.cat(share) if share else x[:0] for share in shares]  # of no rows, perhaps
+    batches = [torch.cat(share) if share else x[:0] for share in shares]  # of no samples, perhaps
     step = pa.make_step(loss, pa.sgd(0.5), noise=True, group=dist.group.WORLD, microbatch_size=2)
     came = step(step.init(torch.ones(3)), batches[rank])[1].noise
     near(came, noise(None, [part for batch in batches if len(batch) for part in batch.split(2)]))
@@ -308,7 +308,7 @@ def test_the_noise_of_all_ranks_is_that_of_one(rank, world, data):
 @given(data=st.data(), size=st.sampled_from([3, None, 1, 2, 5]), donate=st.booleans())
 @example(data=None, size=3, donate=True)
 def test_a_compiled_step_of_all_ranks_is_that_of_one(rank, world, data, size, donate):
-    """Each row has the key that it has on one rank; in the example both ranks have some."""
+    """Each sample has the key that it has on one rank; in the example both ranks have some."""
     rows = data.draw(st.sampled_from([2, 4, 8])) if data else 8
     x = torch.randint(1, 9, (rows, 4), generator=generator(rows)).float()
 

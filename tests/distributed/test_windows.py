@@ -67,7 +67,7 @@ def test_a_window_of_two_is_the_window_of_all(kind, data):
     whole = step.begin(state)
     for i in range(4):
         part = rows(4, i)
-        if kind == "pooled":  # five rows of mean zero, whose variance and moments are exact
+        if kind == "pooled":  # five samples of mean zero, whose variance and moments are exact
             part = torch.cat([part[:2], -part[:2], torch.zeros(1, 3)])
         at = {"offset": 4 * i} if kind == "keys" else {}
         windows.append(step.update(state, step.begin(state), part, **at))

@@ -219,7 +219,7 @@ def test_where_it_cannot_look_it_says_so():
 
 @on_ranks(2)
 def test_ranks_walk_together(rank, world):
-    """Each has some of the rows, and all of them take the steps of one process, bit for bit."""
+    """Each has some of the samples, and all of them take the steps of one process, bit for bit."""
     acc = pa.accumulator(loss, engine="auto")
     own = {n: x[:8] if rank == 0 else x[8:] for n, x in BATCH.items()}
 

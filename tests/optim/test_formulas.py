@@ -350,7 +350,7 @@ def test_derivatives_are_those_of_differences(kind, zeros):
 
 @pytest.mark.parametrize("dtype", UNIT)
 def test_a_meta_gradient_through_zero_gradients_is_not_nan(dtype):
-    """Of parameters that no row of a batch has touched."""
+    """Of parameters that no sample of a batch has touched."""
 
     def tuned(lr, x):
         opt = pa.adamw(lr)

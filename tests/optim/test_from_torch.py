@@ -175,7 +175,7 @@ def test_it_has_the_bits_of_the_class(cls, settings, donate, seed):
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}])
 def test_sparse_gradients_reach_the_class_as_they_are(settings):
-    """SGD, which takes both, and Adagrad: only the rows that have a gradient are touched."""
+    """SGD, which takes both, and Adagrad: only the samples that have a gradient are touched."""
     params = torch.randn(6, 2)
     for cls, options in ((torch.optim.SGD, settings), (torch.optim.Adagrad, {})):
         opt, their = pa.from_torch(cls, **options), Torchs(cls, params, **options)

@@ -89,7 +89,7 @@ def make_network(seed):
 
 
 def errors(params, batch):
-    """A squared error for each row."""
+    """A squared error for each sample."""
     hidden = torch.tanh(batch["x"] @ params["w1"] + params["b1"])
     return ((hidden @ params["w2"] + params["b2"] - batch["y"]) ** 2).mean(1)
 
@@ -287,7 +287,7 @@ def test_a_search_is_that_of_the_class_on_any_numbers(seed, most, t):
 
 
 def test_five_ragged_microbatches_have_the_bits_of_a_loop_in_the_closure():
-    """A sum over rows, in the order of the rows."""
+    """A sum over samples, in the order of the samples."""
     batch, params = rows(3), make_network(4)
 
     def accumulate(params):

@@ -32,7 +32,7 @@ def model_of() -> Any:
 
 
 def loader() -> list[Any]:
-    """Rows of very different lengths, as a tokenizer gives them."""
+    """Samples of very different lengths, as a tokenizer gives them."""
     found: list[Any] = []
     for i in range(MICROBATCHES):
         ids = TEXT[i * ROWS * BLOCK :][: ROWS * BLOCK].view(ROWS, BLOCK)

@@ -28,7 +28,7 @@ def network() -> nn.Module:
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """Each row with a probability of its own; perhaps none."""
+    """Each sample with a probability of its own; perhaps none."""
     taken = torch.rand(ROWS, generator=torch.Generator().manual_seed(step)) < RATE
     x, y = digits()
     return x[:ROWS][taken].double(), y[:ROWS][taken]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = """\
 bits
     Where arithmetic is exact, any cut, order and merge tree gives the bits of the full
-    batch: for `"sum"`, for `Weighted`, and for a mean over rows whose number is a power of
+    batch: for `"sum"`, for `Weighted`, and for a mean over samples whose number is a power of
     two.
 bounds
     Elsewhere sums differ by no more than rounding may, by a bound that is derived and not
@@ -66,11 +66,11 @@ launches
     Nothing waits for the device; functions called and kernels launched are counted, with
     ceilings.
 samples
-    Gradients of single samples are reduced as they come: the bits of a loop over the rows.
+    Gradients of single samples are reduced as they come: the bits of a loop over the samples.
 curvature
     Products with curvature are exact, however the batch is cut.
 ranks
-    Ranks are one more way to cut a batch, with any rows on each; ranks that disagree all
+    Ranks are one more way to cut a batch, with any samples on each; ranks that disagree all
     say so.
 disk
     What is saved is loaded to the bit or refused, whoever is killed meanwhile and whatever

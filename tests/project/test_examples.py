@@ -157,7 +157,7 @@ def test_amp_training_has_the_numbers_of_the_full_batch(capsys):
     for name in ("whole batches", "windows of 4"):
         assert abs(said[f"pureaccum, {name}"][0] - 1) < rounding
     assert abs(said["GradScaler, loss / 4"][0] - 0.75) < rounding
-    # of three windows: the rows, whether it was applied, the scale it was computed with
+    # of three windows: the samples, whether it was applied, the scale it was computed with
     assert said["propagate"] == [64, 1, 2**16, 64, 0, 2**16, 48, 1, 2**15]
     assert said["skip"] == [64, 1, 2**16, 48, 1, 2**16, 48, 1, 2**15]
     assert "1 of 4 microbatches skipped" in capsys.readouterr().out
@@ -205,7 +205,7 @@ def test_the_methods_are_off_as_the_table_says(capsys):
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process():
-    """By torchrun, in double precision: rows in the wrong place, or twice, would show."""
+    """By torchrun, in double precision: samples in the wrong place, or twice, would show."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", str(EXAMPLES / "distributed.py")]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}

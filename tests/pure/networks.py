@@ -123,7 +123,7 @@ def square(net):
 
 
 def squares(fn):
-    """The mean square of what a functional gives for rows."""
+    """The mean square of what a functional gives for samples."""
     return lambda params, x: fn.apply(params, fn.buffers, x)[0].square().mean()
 
 

@@ -218,7 +218,7 @@ def test_statistics_stay_without_a_weight_or_frozen(policy, weight):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @shapes
 def test_boundaries_may_be_narrow(dtype, shape):
-    """Moments are wide, whatever the rows are; rows are rounded once."""
+    """Moments are wide, whatever the samples are; samples are rounded once."""
     params, batch = data(0, shape, 3.0, torch.float32)
     batch = {k: x.to(dtype) for k, x in batch.items()}
 

@@ -1,6 +1,6 @@
-"""BatchNorm over ranks: gradients and running statistics of one process that has all rows.
+"""BatchNorm over ranks: gradients and running statistics of one process that has all samples.
 
-The oracle is the module itself, called on all rows, and torch.func; both sides are in float64.
+The oracle is the module itself, called on all samples, and torch.func; both sides are in float64.
 """
 
 import pytest
@@ -118,7 +118,7 @@ def test_a_layer_costs_one_collective_on_the_way_there_and_one_back(rank, world)
 
 @on_ranks(2)
 def test_a_rank_of_no_weight_has_the_statistics_of_all(rank, world):
-    """Its rows count for no loss, and are in the moments all the same, as in one process."""
+    """Its samples count for no loss, and are in the moments all the same, as in one process."""
     x, y = batch_of(8, 5)
     weight = torch.tensor([1.0] * 4 + [0.0] * 4).double()
     net = mlp()

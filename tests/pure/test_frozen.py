@@ -166,7 +166,7 @@ def test_members_that_are_frozen_apart_are_not_taken_for_one_another():
 
 
 def test_an_ensemble_may_be_frozen_apart():
-    """Their frozen parts ride along as rows do not: by an argument of the loss."""
+    """Their frozen parts ride along as samples do not: by an argument of the loss."""
     members = [pa.functional(lora()) for _ in range(2)]
     step = pa.make_step(loss_of(members[0]), pa.sgd(0.1), microbatch_size=4)
     stacked = pa.stack([step.init(fn.params) for fn in members])
@@ -175,7 +175,7 @@ def test_an_ensemble_may_be_frozen_apart():
 
 
 def test_samples_are_not_taken_for_members():
-    """Under a vmap over rows alone nobody has to say anything."""
+    """Under a vmap over samples alone nobody has to say anything."""
     fn = pa.functional(lora())
 
     loss = squares(fn)

@@ -182,7 +182,7 @@ def test_vmap_is_the_loop_is_the_batch(name):
     assert_trees_bitwise_equal(
         torch.func.vmap(torch.func.vmap(draw), in_dims=1, out_dims=1)(keys), loop
     )
-    if name != "dropout":  # of which rows of x are asked below
+    if name != "dropout":  # of which samples of x are asked below
         assert_trees_bitwise_equal(draw(keys), loop)
 
 

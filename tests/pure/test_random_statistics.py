@@ -20,7 +20,7 @@ SEED = 20
 
 
 def first(keys):
-    """One number from each key: what keys of neighbouring rows give to the same place."""
+    """One number from each key: what keys of neighbouring samples give to the same place."""
     return uniform(keys, (), torch.float64)
 
 

@@ -51,7 +51,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 def fit(out, batch):
-    """Some loss of float outputs, its target made of the rows."""
+    """Some loss of float outputs, its target made of the samples."""
     x = batch if isinstance(batch, Tensor) else batch["x"]
     return ((out - x.flatten(1).mean(1, keepdim=True).cos()) ** 3).sum(1).mean()
 
@@ -155,7 +155,7 @@ def test_a_residual_network_accumulated_plainly_is_another(make):
 
 
 def test_a_contrastive_loss_of_a_network_with_batch_norm_is_the_full_batch_s():
-    """Rows meet in the loss too, which is plain code."""
+    """Samples meet in the loss too, which is plain code."""
 
     def pairs(out, batch):
         z = F.normalize(out, dim=1)
@@ -178,7 +178,7 @@ def batch_norms(draw, width, kind):
     )
 
 
-KINDS = {  # BatchNorm, what mixes channels, and the shape of a row
+KINDS = {  # BatchNorm, what mixes channels, and the shape of a sample
     "rows": (nn.BatchNorm1d, nn.Linear, (3,)),
     "sequences": (nn.BatchNorm1d, lambda a, b: nn.Conv1d(a, b, 3, padding=1), (3, 5)),
     "images": (nn.BatchNorm2d, lambda a, b: nn.Conv2d(a, b, 3, padding=1), (3, 4, 4)),
@@ -216,7 +216,7 @@ class Mean(nn.Module):
 @examples(1 / 2)
 @given(data=st.data(), seed=seeds(), rows=st.integers(6, 14))
 def test_any_sequence_of_layers_is_the_full_batch(name, way, data, seed, rows):
-    """Of six rows at least: of two, a BatchNorm makes 1 and -1, and no gradient is left."""
+    """Of six samples at least: of two, a BatchNorm makes 1 and -1, and no gradient is left."""
     torch.manual_seed(seed)
     module = data.draw(sequentials(name)).double()
     for p in module.parameters():
@@ -339,9 +339,9 @@ def test_what_is_made_of_sizes_may_be_written_to(make):
 
 
 def test_a_loss_may_weigh_rows_by_tokens():
-    """A weight for each row, and no mean of the rows."""
+    """A weight for each sample, and no mean of the samples."""
     module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.GELU(), nn.Linear(5, 1)).double()
-    weight = torch.arange(11.0, dtype=torch.float64)  # the first row weighs nothing
+    weight = torch.arange(11.0, dtype=torch.float64)  # the first sample weighs nothing
     check(module, X, [1, 4], lambda out, _: (out[:, 0] ** 2 * weight).sum() / weight.sum())
 
 
@@ -528,7 +528,7 @@ def peak(rows, size):
 
 
 def per_row(size):
-    """What each row adds to the peak, in rows of one activation."""
+    """What each sample adds to the peak, in samples of one activation."""
     return (peak(32 * SIZE, size) - peak(16 * SIZE, size)) / (16 * SIZE * WIDTH * 4)
 
 
@@ -542,7 +542,7 @@ def test_what_is_kept_is_the_input_of_each_batch_norm():
 
 
 def test_dropout_draws_the_same_again():
-    """The gradient is that of the masks of the forward pass: a sum over rows, by differences."""
+    """The gradient is that of the masks of the forward pass: a sum over samples, by differences."""
     module = nn.Sequential(
         nn.Linear(4, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2), nn.Tanh()
     ).double()

@@ -1,6 +1,6 @@
 """What tests of samples share:
 
-the same of a loop over the rows, by torch.autograd or torch.func.
+the same of a loop over the samples, by torch.autograd or torch.func.
 """
 
 import pytest

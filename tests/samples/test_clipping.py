@@ -111,7 +111,7 @@ def test_a_tree_over_several_arguments(engine):
 @engines
 @given(seeds(), st.integers(1, 4), st.integers(1, 3))
 def test_a_sample_may_be_several_rows(engine, seed, users, k):
-    """A user's gradient is the sum of those of the rows; the batch has one dim more."""
+    """A user's gradient is the sum of those of the samples; the batch has one dim more."""
     params, batch = params_of(seed), {"x": whole(seed + 3, users * k, 3)}
 
     def of_rows(params, batch):

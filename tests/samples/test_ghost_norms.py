@@ -248,7 +248,7 @@ def test_clipped_sums_of_layers_are_those_of_a_loop(
 @pytest.mark.parametrize("times", [1, 2, 64])
 @pytest.mark.parametrize("reduce", ["clipped", "sum"])
 def test_no_gradient_of_a_sample_is_alive(times, reduce):
-    """But the sums, two leaves of them on the way, and activations: of 64 rows not one gradient.
+    """But the sums, two leaves of them on the way, and activations: of 64 samples not one gradient.
 
     Sixty-four positions of width 256 are as large as a gradient, and are written out.
     """

@@ -33,7 +33,7 @@ def whole(seed, *shape):
 
 
 def make(seed, count, length=2):
-    """So few rows of so wide layers that products of factors are less work than those of all."""
+    """So few samples of so wide layers that products of factors are less work than those of all."""
     random = generator(seed)
     shapes = {"w": (8, 6), "v": (6, 2), "b": (6,), "e": (12, 8), "c": (6, 8, 2)}
     shapes |= {"s": (), "u": (2, 2), "o": (2, 6)}
@@ -71,7 +71,7 @@ NOT_FOLLOWED = {
     "by_vmap_alone": lambda p, s: vmap(lambda w: (s["x"] @ w).sum())(p["w"].T),
 }
 FOLLOWED = {
-    # a row alone, through a linear layer and a product
+    # a sample alone, through a linear layer and a product
     "row": lambda p, s: F.linear(torch.relu(s["x"][0] @ p["w"] + p["b"]), p["v"].T),
     "rows_of_one": rows_of_one,
     "words": lambda p, s: (F.embedding(s["i"], p["e"]) @ p["w"]).sum(0) * p["s"],
@@ -153,7 +153,7 @@ def test_numbers_that_stand_in_a_batch_are_its_own(engine):
 @engines
 @pytest.mark.parametrize("size", [None, 2])
 def test_arguments_are_those_of_the_function(engine, size):
-    """Several batches, of which one is a tree, in any place; keywords; batches of one row."""
+    """Several batches, of which one is a tree, in any place; keywords; batches of one sample."""
     params, batch = make(3, 5)
     _, other = make(4, 3)
     more = {"chunk_size": size, "engine": engine}

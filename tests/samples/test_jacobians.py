@@ -1,8 +1,8 @@
-"""The Jacobian of each sample: the bits of torch.func.jacrev in a loop over the rows.
+"""The Jacobian of each sample: the bits of torch.func.jacrev in a loop over the samples.
 
 On whole numbers, whatever the chunks, the engine and the shape of what a function returns. A
-reduced Jacobian is the sum, the mean or the moments of those; its rows are the gradients of single
-outputs; and a chunk takes one pass forwards and, by the engine "vmap", one pass back.
+reduced Jacobian is the sum, the mean or the moments of those; its samples are the gradients of
+single outputs; and a chunk takes one pass forwards and, by the engine "vmap", one pass back.
 """
 
 import pytest
@@ -68,7 +68,7 @@ def test_jacobians_are_those_of_a_loop_over_the_rows(engine, name, seed, count, 
     got = assert_pure(pa.per_sample_grad(func, chunk_size=size, engine=engine), params, batch)
     assert_trees_bitwise_equal(got, want)
 
-    def with_rows(p, rows):  # func of a batch of one row, whose output has that row too
+    def with_rows(p, rows):  # func of a batch of one sample, whose output has that sample too
         return torch.func.vmap(func, (None, 0))(p, rows)
 
     whole = pa.per_sample_grad(with_rows, chunk_size=size, engine=engine, keep_batch_dim=True)

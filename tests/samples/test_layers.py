@@ -116,7 +116,7 @@ def test_layers_see_the_gradients_of_samples_and_their_jacobians(func, seed, row
 def test_norms_and_sums_of_outer_products_are_those_of_what_they_stand_for(
     seed, rows, times, looks_up
 ):
-    """Products that are short and long; a row that is not kept adds nothing though it is NaN."""
+    """Products that are short and long; a sample that is not kept adds nothing though it is NaN."""
     left = whole(seed, rows, times, 4)
     if looks_up:
         left = whole(seed, rows, times, dtype=torch.int64) % 4

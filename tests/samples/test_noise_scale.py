@@ -33,7 +33,7 @@ problems = st.builds(make, kinds, policies, seeds(), st.integers(2, 8), st.just(
 
 
 def gradients(problem, parts):
-    """Mean gradients, a row for each part: of both leaves together, then of each."""
+    """Mean gradients, a sample for each part: of both leaves together, then of each."""
     seen = [torch.func.grad(total)(problem.params, part) for part in parts]
     by = torch.stack([weight(part) for part in parts])[:, None]
     b, w = (torch.stack([g[name].flatten() for g in seen]) / by for name in "bw")
@@ -127,7 +127,7 @@ def test_a_leaf_that_is_added_by_a_hook_has_its_squares(engine, nonfinite):
 
 @examples(1 / 2)
 @given(problems, st.integers(1, 9), engines, st.integers(-20, 20))
-@example(make("weighted", "propagate", 0, 7, 2), 1, "func", 3)  # the fourth row has no weight
+@example(make("weighted", "propagate", 0, 7, 2), 1, "func", 3)  # the fourth sample has no weight
 @example(make("mean", "propagate", 0, 7, 2), 2, "autograd", 0)  # which could add by itself
 def test_a_step_gives_the_noise_of_its_microbatches(problem, size, engine, exponent):
     """Whole, as a stream, donated, under vmap; and no bit of it depends on the loss scale."""
@@ -152,7 +152,7 @@ def test_a_step_gives_the_noise_of_its_microbatches(problem, size, engine, expon
 
 
 def quadratic(w, batch):
-    """The gradient of a row x is ``w - x``."""
+    """The gradient of a sample x is ``w - x``."""
     x, mask = batch
     return pa.Weighted((mask * ((w - x) ** 2).sum(-1)).sum() / 2, mask.sum())
 
@@ -184,7 +184,7 @@ def test_the_mean_over_all_batches_is_the_truth(seed, sizes, mask):
 
 
 def followed(mu, decay, batches, runs):
-    """Runs of batches of 8 rows, of covariance R diag(1, 1/4, 4) R^T."""
+    """Runs of batches of 8 samples, of covariance R diag(1, 1/4, 4) R^T."""
     g, spread = generator(1), torch.tensor([1.0, 0.5, 2.0]).double()
     turn = torch.linalg.qr(torch.randn(3, 3, generator=g, dtype=torch.float64))[0]
     x = mu + (torch.randn(batches, runs, 8, 3, generator=g, dtype=torch.float64) * spread) @ turn.T
@@ -313,7 +313,10 @@ def test_other_params_and_bad_decays_are_refused():
 @pytest.mark.parametrize("kind", ["mean", "weighted"])
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_a_step_and_its_window_say_the_same_of_a_batch(kind, scale):
-    """Cut or in one piece, which says nothing of noise: all fields, weights in rows or as given."""
+    """Cut or in one piece, which says nothing of noise:
+
+    all fields, weights in samples or as given.
+    """
     problem = make(kind, "propagate", 0, 6, 2)
     options = {"noise": True, "loss_scale": scale and pa.static_loss_scale(scale)}
     for size in (None, 8, 6, 4, 1, [5, 1], [6]):

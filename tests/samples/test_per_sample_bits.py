@@ -1,4 +1,4 @@
-"""Gradients of single samples: any chunks, any history, and the bits of a loop over the rows.
+"""Gradients of single samples: any chunks, any history, and the bits of a loop over the samples.
 
 What is reduced is a sum over samples, so that on exact data no chunk and no merge can change a bit,
 and the mean is the full batch's gradient. A sample without weight adds nothing, whatever it has.
@@ -303,7 +303,7 @@ def test_samples_that_are_not_finite_are_counted_and_not_left_out(
 def test_a_clipped_sum_takes_every_option_of_per_sample_grad(
     engine, argnums, has_aux, at, size, keep, randomness, dtype
 ):
-    """It is that function with four of its words given, called as often and with as many rows."""
+    """It is that function with four of its words given, called as often, with as many samples."""
     random = generator(3)
     args = torch.randn(3, generator=random), torch.ones(()), torch.randn(7, 3), torch.ones(7, 2)
     shapes = []

@@ -1,8 +1,9 @@
-"""What is made of samples' gradients under outer transforms: the same of a loop over the rows.
+"""What is made of samples' gradients under outer transforms: the same of a loop over the samples.
 
 In float64. A transform of a sum is compared to the norms of the transformed addends, as in
-outer.py; here an addend is what one row brings to a mean, to second moments, to a clipped sum, to a
-sum of squared Jacobians. Inner products are compared with those of Jacobians that are written out.
+outer.py; here an addend is what one sample brings to a mean, to second moments, to a clipped sum,
+to a sum of squared Jacobians. Inner products are compared with those of Jacobians that are written
+out.
 """
 
 from functools import partial
@@ -29,7 +30,7 @@ problems = st.builds(make, kinds, policy, seeds(), rows, sizes)
 sums = st.builds(make, st.just("sum"), policy, seeds(), rows, sizes)
 
 
-# What a row with gradient g and weight w brings, of the weight of the whole batch.
+# What a sample with gradient g and weight w brings, of the weight of the whole batch.
 WHAT = {
     "mean": lambda g, w, whole: tree_map(lambda x: x / whole, g),
     "second": lambda g, w, whole: tree_map(lambda x: x * x / torch.where(w > 0, w, 1) / whole, g),
@@ -67,7 +68,7 @@ def ours(problem, what):
 
 
 def addend(problem, what, i):
-    """What row i brings, as a function of params and of the whole batch."""
+    """What sample i brings, as a function of params and of the whole batch."""
 
     def of(params, batch):
         row = row_of(batch, slice(i, i + 1))
@@ -185,7 +186,7 @@ IN_ONE_GRAPH = {  # what is made of W and X, and what the first of it is
 
 @pytest.mark.parametrize("name", IN_ONE_GRAPH)
 def test_it_compiles_into_one_graph(name):
-    """Two chunks, of two rows and of one, on exact data: the bits of eager code."""
+    """Two chunks, of two samples and of one, on exact data: the bits of eager code."""
     of, want = IN_ONE_GRAPH[name]
     torch.compiler.reset()
     compiled = torch.compile(of, fullgraph=True, backend="aot_eager")

@@ -115,7 +115,7 @@ REFUSED = {
 }
 
 ROWS, SIZE, RATE, MOMENTUM, SEED = 64, 16, 0.25, 0.5, 3
-BAD = 20  # the row with a NaN in it, where one is to be skipped
+BAD = 20  # the sample with a NaN in it, where one is to be skipped
 
 
 def pairs():
@@ -267,7 +267,7 @@ def optimizer_of(features):
 
 
 def trained(features, step, state, batch):
-    """The state and what the last of two steps told, and the aux of its rows."""
+    """The state and what the last of two steps told, and the aux of its samples."""
     info = None
     aux = ()
     for _ in range(2):
@@ -375,7 +375,7 @@ def full(tree):
 
 
 def rows_of_microbatches(features, count):
-    """Which rows each microbatch of a step has, of which there are so many."""
+    """Which samples each microbatch of a step has, of which there are so many."""
     rows = [*range(ROWS)]
     shares = [rows]
     if "group" in features:

@@ -29,7 +29,7 @@ def make_batch(seed=0, rows=3):
 
 
 def poisoned(batch, *rows):
-    """The batch with NaN in some rows."""
+    """The batch with NaN in some samples."""
     bad = batch | {"y": batch["y"].clone()}
     bad["y"][list(rows)] = torch.nan
     return bad

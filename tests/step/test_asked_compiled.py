@@ -18,7 +18,7 @@ W = {"w": torch.tensor([0.5, -1.0, 0.25]), "b": torch.tensor(0.0)}
 
 
 def rows(n, *bad):
-    """Rows, of which some count twice."""
+    """Samples, of which some count twice."""
     x = torch.randn(n, 3, generator=generator(n))
     mask = torch.ones(n)
     mask[list(bad)] = 2.0

@@ -168,14 +168,17 @@ def scaled(params, batch):
     [
         # a number of whole microbatches, then any
         ("scan", 12, [*range(26, 36), *range(38, 48)], 2),
-        # one microbatch; of a single row; of any number of rows
+        # one microbatch; of a single sample; of any number of samples
         ("unrolled", None, [*range(1, 21)], 3),
-        # the first microbatch; one of ``size`` rows; one of any number; what applies them
+        # the first microbatch; one of ``size`` samples; one of any number; what applies them
         ("loop", 12, [*range(50, 60), *range(62, 72)], 4),
     ],
 )
 def test_twenty_sizes_are_a_handful_of_graphs(form, size, rows, most):
-    """A second round adds none. (Nine numbers of rows in the tail are more than torch's limit.)"""
+    """A second round adds none.
+
+    (Nine numbers of samples in the tail are more than torch's limit.)
+    """
     settings, graphs = counting()
     table = {"table": torch.ones(600_000, 2, dtype=torch.float64)} if form == "loop" else {}
     ours, eager = pair(scaled, pa.sgd(0.1), microbatch_size=size, compile=settings)
@@ -195,7 +198,7 @@ def test_twenty_sizes_are_a_handful_of_graphs(form, size, rows, most):
 
 @pytest.mark.slow
 def test_ragged_streams_and_other_states_add_no_graphs():
-    """Three for the microbatches (some number of rows, one, any) and one that applies."""
+    """Three for the microbatches (some number of samples, one, any) and one that applies."""
     settings, graphs = counting()
     ours, eager = pair(
         loss,

@@ -24,7 +24,8 @@ from tests.step.problems import pair
 pytestmark = [pytest.mark.exact, pytest.mark.promise("compiled")]
 LR = 0.25
 # A form follows from how large the gradients are and from how many microbatches there are; the
-# table is padded with rows that nobody looks up. With 12 rows at most, everything stays exact.
+# table is padded with samples that nobody looks up. With 12 samples at most, everything stays
+# exact.
 TABLES = {"scan": 5, "unrolled": 70_000, "loop": 600_000}
 ROWS = {"scan": (7, 11), "unrolled": (7,), "loop": (11, 12)}
 LOSS = {loss.name: loss for loss in LOSSES}
@@ -182,7 +183,7 @@ WIDE = 40_000  # what two microbatches keep may be kept together, and that of fo
 
 def wide_loss(params, batch, keys=None):
     x = batch["x"] if keys is None else pa.dropout(batch["x"], 0.5, keys)  # 0 or doubled: exact
-    return ((x * params["w"]) ** 2).sum(-1).mean()  # at most 16 * WIDE a row
+    return ((x * params["w"]) ** 2).sum(-1).mean()  # at most 16 * WIDE a sample
 
 
 GRAPHS = []

@@ -48,7 +48,7 @@ def alike(got, want, dtype=F32):
 
 
 class Case(NamedTuple):
-    """A loss of rows and of a number, the numbers, and what it computes in."""
+    """A loss of samples and of a number, the numbers, and what it computes in."""
 
     loss: Callable[[Tensor, Any], Any]
     numbers: tuple[Any, ...]

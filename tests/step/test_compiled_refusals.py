@@ -238,7 +238,7 @@ def test_errors_have_the_words_of_the_eager_step(name):
 
 @pytest.mark.slow
 def test_a_batch_norm_that_is_given_one_row_has_the_words_of_the_eager_step():
-    """After other numbers of rows have been compiled."""
+    """After other numbers of samples have been compiled."""
     said = []
     for compile in (EAGER, False):
         step = make(loss=normed, buffers="sequential", microbatch_size=None, compile=compile)
@@ -276,7 +276,7 @@ def test_a_window_of_another_kind_of_buffers_is_refused_by_a_compiled_step(mine,
 # Donation ---------------------------------------------------------------------------------
 
 
-TABLE = 200  # rows of 2000: 1.6 MB; where gradients are below 1 MiB nothing is in place
+TABLE = 200  # samples of 2000: 1.6 MB; where gradients are below 1 MiB nothing is in place
 
 
 def tabled(params, batch):

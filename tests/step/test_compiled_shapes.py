@@ -18,7 +18,7 @@ ROWS = 600_000  # of a table whose gradient is too large for a scan
 
 
 def dropping(module, size, backend, table=0, **options):
-    """A step of a loss that hands out what a network with nn.Dropout did to its rows."""
+    """A step of a loss that hands out what a network with nn.Dropout did to its samples."""
     fn = pa.functional(module)
 
     def loss(params, x):
@@ -33,11 +33,11 @@ def dropping(module, size, backend, table=0, **options):
 
 
 def check(info, rows):
-    """Every row is there, and of a hundred numbers in it about half are zero and the others two."""
+    """Every sample is there, and of a hundred numbers in it about half are zero, the others two."""
     assert info.applied
     assert len(info.aux) == rows
     assert all(40 <= n <= 160 for n in info.aux.tolist())
-    assert len(info.aux.unique()) > 1 or rows == 1  # no two rows share their mask
+    assert len(info.aux.unique()) > 1 or rows == 1  # no two samples share their mask
 
 
 class Ones(nn.Module):
@@ -77,7 +77,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_dropout_compiles_at_any_shape(name):
     """Each width has a graph of its own, so torch's limit (here one) is none; so has each number of
-    rows, since a graph for any number of them does not compile.
+    samples, since a graph for any number of them does not compile.
     """
     form, size, table, shapes, backend, limit = RUNS[name]
     step, state = dropping(net(), size, backend, table)
@@ -103,7 +103,7 @@ def test_dropout_compiles_in_a_second_model():
     [(4, 0, (14, 11), 1), (None, 0, (3, 4, 5, 6, 1), 2), (4, ROWS, (18, 19), 2)],
 )
 def test_dropout_compiles_at_any_number_of_rows(size, table, all_rows, limit):
-    """A graph for any number of rows does not compile, and one for each of them does."""
+    """A graph for any number of samples does not compile, and one for each of them does."""
     step, state = dropping(net(), size, "eager", table)
     with torch._dynamo.config.patch(recompile_limit=limit):
         for rows in all_rows:

@@ -137,7 +137,7 @@ def test_members_have_seeds_rates_orders_and_scales_of_their_own(
 ):
     """Each member beside a step that was made for it alone, on the data in its own order.
 
-    One of them may overflow in all rows, so that nothing is left to skip, and only that.
+    One of them may overflow in all samples, so that nothing is left to skip, and only that.
     """
     data = make_batch(seed, 12)
 
@@ -242,7 +242,7 @@ def test_masks_are_each_members_own():
 @examples(1 / 2)
 @given(seeds(), st.integers(0, MEMBERS - 1), st.booleans(), st.integers(1, 4))
 def test_one_member_overflows_and_no_other_notices(seed, bad, poison, size):
-    """By a row, or a scale beyond fp16: its parameters stay, and its scale alone backs off."""
+    """By a sample, or a scale beyond fp16: its parameters stay, and its scale alone backs off."""
     step = pa.make_step(
         loss,
         pa.adamw(0.1),

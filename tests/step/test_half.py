@@ -56,7 +56,7 @@ def loss(params, batch):
 
 def run(device, overflow_at=None, **options):
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(3e-3))
-    step = pa.make_step(loss, optimizer, microbatch_size=64, **options)  # 64, 64, 64 and 8 rows
+    step = pa.make_step(loss, optimizer, microbatch_size=64, **options)  # 64, 64, 64 and 8 samples
     state = step.init(letters(device))
     seen = {"loss": [], "applied": [], "scale": []}
     for i, batch in enumerate(text_batches(device)):

@@ -92,7 +92,7 @@ def test_of_real_networks_what_is_predicted_is_counted_and_measured(name, engine
 
 
 def test_each_number_of_a_report_is_what_it_is_named():
-    """A product of a row and a matrix, of which nothing is kept but what the square needs."""
+    """A product of a sample and a matrix, of which nothing is kept but what the square needs."""
     step = pa.make_step(lambda w, x: ((x @ w) ** 2).mean(), pa.adamw(), microbatch_size=16)
     state = step.init(torch.ones(128, 64).bfloat16())
     report = pa.memory_report(step, state, torch.ones(64, 128).bfloat16())
@@ -160,7 +160,7 @@ def test_a_loss_that_cuts_its_batch_is_predicted():
     step = pa.make_step(loss, pa.adamw())
     predicted, measured = pa.memory_report(step, step.init(draw(32, 16)), draw(32, 32))
     assert abs(predicted.activations - measured.activations) <= 64
-    assert predicted.activations >= 32 * 16 * 4  # the rows
+    assert predicted.activations >= 32 * 16 * 4  # the samples
 
 
 def test_views_of_what_a_loss_captures_take_no_memory():

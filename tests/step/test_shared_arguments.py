@@ -31,7 +31,7 @@ def integers(seed, *shape):
 
 
 def loss(w, x, teacher, beta):
-    """The teacher has as many rows as the batch, and is not cut all the same."""
+    """The teacher has as many samples as the batch, and is not cut all the same."""
     total = (x @ w).sum() * beta + (x @ teacher["w"]).sum() * w.sum()
     seen = {"rows": pa.Weighted(len(teacher["rows"]) * total.detach(), len(x)), "top": x.amax()}
     return pa.Weighted(total, len(x)), seen

@@ -1,4 +1,4 @@
-"""With ``keys=True`` randomness belongs to the rows of a run: no cut moves it.
+"""With ``keys=True`` randomness belongs to the samples of a run: no cut moves it.
 
 Dropout of a half multiplies by two, so all is exact, and a mask that differs shows in the bits.
 """
@@ -122,7 +122,7 @@ def test_skipped_rows_are_counted(kind, data, bad, number):
     other, _, keys = streamed(step, start, parts)
     assert_trees_bitwise_equal((new.params, keys), (other.params, clean.aux["keys"]))
 
-    # The gradient of those rows alone, with the masks that they had in the clean batch.
+    # The gradient of those samples alone, with the masks that they had in the clean batch.
     first = bad - bad % size
     left = torch.tensor([i for i in range(ROWS) if not first <= i < first + size])
     rest = {name: x[left] for name, x in batch.items()}
@@ -145,7 +145,7 @@ def test_skipped_rows_are_counted(kind, data, bad, number):
     st.lists(st.sampled_from(["good", "bad", "empty"]), min_size=1, max_size=5),
 )
 def test_no_key_comes_twice_in_a_run_or_in_another(one, other, steps):
-    """Between attempts, applied or not, between rows, and between seeds."""
+    """Between attempts, applied or not, between samples, and between seeds."""
     assume((one - other) % 2**64)
     params, batch = make_params(0), make_batch(0)
     seen = []
@@ -187,7 +187,7 @@ def test_the_same_rows_get_other_masks_in_the_next_step():
 
 
 def test_an_attempt_alone_makes_other_keys():
-    """Also where the rows have the same numbers: after an empty window, say."""
+    """Also where the samples have the same numbers: after an empty window, say."""
     step = make_step("mean", 3)
     state = step.init(make_params(0))
     later, _ = step.apply(state, step.begin(state))
@@ -217,7 +217,7 @@ def test_a_short_and_a_long_batch_share_the_masks_of_their_rows():
 
 
 def test_the_loss_may_map_over_its_rows():
-    """``vmap`` hands each row its key."""
+    """``vmap`` hands each sample its key."""
 
     def mapped(params, batch, keys):
         def row(x, y, key):

@@ -4,9 +4,9 @@ On the torch side a window is a module whose ``.grad`` sums up ``backward()`` of
 then ``unscale_``, ``clip_grad_norm_``, ``step`` and ``update`` of a scaler, and a ``LambdaLR``
 that is stepped only where the optimizer was.
 
-Two ways to weigh a microbatch are in use. ``"totals"`` sums up what the rows sum up to and divides
-by the weight at the end: the same kernels on the same numbers but for powers of two, so all is
-equal in bits, in float32, over the whole run. ``"shares"`` multiplies each mean by ``rows / N``
+Two ways to weigh a microbatch are in use. ``"totals"`` sums up what the samples sum up to and
+divides by the weight at the end: the same kernels on the same numbers but for powers of two, so all
+is equal in bits, in float32, over the whole run. ``"shares"`` multiplies each mean by ``rows / N``
 first, which rounds: that is compared in float64, to a bound, one step at a time.
 """
 
@@ -217,7 +217,7 @@ class Training(RuleBasedStateMachine):
         return self.loop.scaler.get_scale() * self.backoff >= 2.0**-20
 
     def poisoned(self, batch, poison, row):
-        """Into a row that counts."""
+        """Into a sample that counts."""
         if poison == "large":  # overflows where it is multiplied by 2**90
             if self.clips or "adam" in self.kind:
                 batch["y"][row] = 2.0**50
@@ -237,7 +237,7 @@ class Training(RuleBasedStateMachine):
     )
     def whole_batch(self, rows, size, poison, at):
         if size and size < rows and rows % size == 1:
-            rows += 1  # BatchNorm refuses a single row
+            rows += 1  # BatchNorm refuses a single sample
         batch = self.batch(rows)
         if poison:
             self.poisoned(batch, poison, at % rows)

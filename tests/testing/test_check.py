@@ -52,7 +52,7 @@ def test_a_loss_that_fits_fits_whatever_the_seed(model, kind, seed):
 @examples(1 / 4)
 @given(model=models, seed=st.integers(0, 99), exponent=st.integers(-20, -6))
 def test_the_smallest_real_difference_is_seen(model, seed, exponent):
-    """A microbatch of one row that counts 2**-20 too much: a hundred times the bound."""
+    """A microbatch of one sample that counts 2**-20 too much: a hundred times the bound."""
 
     def loss(params, batch):
         total = model.loss("sum")(params, batch) + 1.0  # never zero
@@ -113,7 +113,7 @@ def test_every_way_is_a_partition(rows, count, seed):
     guilty=st.sets(st.integers(0, 11), min_size=1, max_size=4),
 )
 def test_the_split_that_is_shown_is_the_smallest(parts, guilty):
-    """A fault that needs certain rows, not all in one microbatch: no row can be left out."""
+    """A fault that needs certain samples, not all in one microbatch: no sample can be left out."""
 
     def outcome(parts):
         rows = set(itertools.chain(*parts))
@@ -133,7 +133,7 @@ def test_the_split_that_is_shown_is_the_smallest(parts, guilty):
 
 
 def test_each_leaf_has_a_split_that_shows_its_own_fault():
-    """Of one leaf rows 0 and 1 see each other, of the other rows 2 and 3."""
+    """Of one leaf samples 0 and 1 see each other, of the other samples 2 and 3."""
 
     def loss(params, row):
         one, other = (all(i in row for i in pair) for pair in ((0, 1), (2, 3)))
@@ -156,7 +156,10 @@ def test_the_same_seed_gives_the_same_report():
 
 
 def test_weights_are_drawn_where_the_batch_has_them():
-    """With a mask of ones a mean over the mask is the mean over the rows; with zeros it is not."""
+    """With a mask of ones a mean over the mask is the mean over the samples;
+
+    with zeros it is not.
+    """
 
     def weighted(w, batch):
         return pa.Weighted((((batch["x"] @ w) ** 2) * batch["mask"]).sum(), batch["mask"].sum())
@@ -169,7 +172,7 @@ def test_weights_are_drawn_where_the_batch_has_them():
         report = report_of(loss, batch=MASK, weights=name, splits=2)
         assert report.diagnoses[0].kind == "mean of means"
     assert report_of(weighted, batch=MASK, weights="mask", splits=2).fits
-    for only in (0, 5, 7):  # where a single row weighs anything, it goes on doing so
+    for only in (0, 5, 7):  # where a single sample weighs anything, it goes on doing so
         sparse = {"x": X, "mask": torch.arange(8) == only}
         assert report_of(weighted, batch=sparse, weights="mask", seed=only, splits=2).fits
 

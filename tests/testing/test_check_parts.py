@@ -65,7 +65,10 @@ def test_the_bound_is_the_root_of_a_unit_and_what_float32_loses():
 
 
 def test_the_bound_is_a_share_of_all_terms_even_where_they_cancel():
-    """The mean of (3, 4) and (-3, -4): nothing, of terms whose norms are 5 and 5, of two rows."""
+    """The mean of (3, 4) and (-3, -4):
+
+    nothing, of terms whose norms are 5 and 5, of two samples.
+    """
     (value, leaf), sizes = in_double([[3, 4], [-3, -4]], reduction="mean").accumulate(((0,), (1,)))
     assert (value.item(), leaf.tolist(), sizes) == (0.0, [0.0, 0.0], [0.0, 5.0])
 
@@ -147,7 +150,7 @@ def test_the_seed_chooses_cuts_and_random_numbers():
 
 
 class Planted:
-    """Its second leaf is off where rows 0 and 1 are apart; two rows cannot be computed."""
+    """Its second leaf is off where samples 0 and 1 are apart; two samples cannot be computed."""
 
     fails, tried = Trial.fails, 0
 
@@ -170,7 +173,7 @@ def test_shrinking_is_of_a_leaf_and_ends():
 
 @given(rows=st.integers(2, 5), seed=st.integers(0, 99), dims=st.integers(1, 3))
 def test_weights_that_are_redrawn_are_the_old_ones_or_nothing(rows, seed, dims):
-    """A row as a whole, some rows of each, and of no other leaf."""
+    """A sample as a whole, some samples of each, and of no other leaf."""
     mask = torch.arange(1, rows * 2 ** (dims - 1) + 1).reshape(rows, *[2] * (dims - 1))
     batch = read_batch({"a": torch.arange(rows), "m": mask})
     new = redrawn(Subject(None, None, batch, None), find_leaf(batch, "m"), generator(seed))
@@ -196,7 +199,7 @@ def mean(w, batch):
     return total(w, batch) / batch["m"].sum().clamp(min=1)
 
 
-def few(batch):  # what holds for a few rows alone does not hold
+def few(batch):  # what holds for a few samples alone does not hold
     return 1 + (len(batch["x"]) > 3)
 
 
@@ -226,7 +229,7 @@ def test_an_experiment_tells(loss, kind, says):
 
 
 def test_the_shares_of_a_row_are_those_of_its_counts():
-    """Of rows, and of what the mask leaves of them."""
+    """Of samples, and of what the mask leaves of them."""
 
     def loss(w, batch):
         return squares(w, batch["x"]) + total(w, batch) / batch["m"].sum()

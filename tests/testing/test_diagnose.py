@@ -34,7 +34,7 @@ def diagnoses_of(loss):
 LOSSES = {
     "norms": (lambda p, x: squares(net(p, x)), ["batch statistics"]),
     "norms, and rows that meet": (
-        lambda p, x: squares(net(p, torch.cat([x, x])).log_softmax(0)),  # one row raises nothing
+        lambda p, x: squares(net(p, torch.cat([x, x])).log_softmax(0)),  # one sample raises nothing
         ["batch statistics", "batch coupling"],
     ),
     "a norm that one row breaks, and rows that meet": (

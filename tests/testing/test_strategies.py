@@ -63,7 +63,7 @@ def test_sizes_add_up(n, empty, data):
 
 
 def test_every_cut_is_drawn():
-    """Two choices between any two rows; with empty ones the cuts have no end."""
+    """Two choices between any two samples; with empty ones the cuts have no end."""
     for n in range(1, 5):
         for cuts in itertools.product([False, True], repeat=n - 1):
             edges = [0, *(i for i, cut in enumerate(cuts, 1) if cut), n]

@@ -1,4 +1,4 @@
-"""Losses whose rows see each other: no way of cutting them is right."""
+"""Losses whose samples see each other: no way of cutting them is right."""
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ def whitened_advantages(dtype):
 
 @fails("data statistics", says="max")
 def padding_counts(dtype):
-    """Rows are trimmed to the longest; the mean is over what is left, padding and all."""
+    """Samples are trimmed to the longest; the mean is over what is left, padding and all."""
     params, _ = linear(dtype, 5, 3)
 
     def loss(params, batch):
@@ -114,7 +114,7 @@ def in_the_value_alone(params, batch):
     return affine(params, batch["x"]).square().mean() + batch["x"].mean(0).square().sum()
 
 
-# Rows that see each other ----------------------------------------------------------------
+# Samples that see each other ----------------------------------------------------------------
 
 
 def _unit(x):
@@ -153,7 +153,7 @@ def balance_of_experts(params, batch):
 
 @fails("batch coupling", of=linear)
 def no_more_than_three_a_head(params, batch):
-    """An expert has a capacity, and the rows that come too late are dropped."""
+    """An expert has a capacity, and the samples that come too late are dropped."""
     out = affine(params, batch["x"])
     chosen = F.one_hot(out.argmax(1), 3)
     kept = (chosen.cumsum(0) * chosen).sum(1) <= 3
@@ -259,7 +259,7 @@ class Positions(nn.Module):
 
 @fails("batch coupling")
 def in_batch_negatives_and_a_table(dtype):
-    """The table is made in the first call, and of no row."""
+    """The table is made in the first call, and of no sample."""
     return _against_the_others(nn.Sequential(Positions(), nn.Linear(6, 4)), dtype, 6)
 
 

@@ -1,4 +1,4 @@
-"""Networks whose rows do not see each other: all of them may be microbatched."""
+"""Networks whose samples do not see each other: all of them may be microbatched."""
 
 import torch
 import torch.nn.functional as F
@@ -148,7 +148,7 @@ class Attention(nn.Module):
 @fits()
 def padded_attention(dtype):
     net, mask = Attention().to(dtype), ragged_mask(4)
-    mask[:, 0] = True  # a row of padding alone has no attention
+    mask[:, 0] = True  # a sample of padding alone has no attention
 
     def loss(params, batch):
         out = functional_call(net, params, (batch["x"], ~batch["mask"]))
@@ -215,7 +215,7 @@ def packed_sequences(dtype):
 
 @fits()
 def experts_without_a_capacity(dtype):
-    """Every row goes to the expert that its router likes best, wherever in the batch it stands."""
+    """Every sample goes to the expert that its router likes best, wherever it stands."""
 
     def loss(params, batch):
         gate, best = torch.softmax(batch @ params["router"], -1).max(-1)

@@ -1,4 +1,4 @@
-"""Losses that are sums over rows, with something unusual inside."""
+"""Losses that are sums over samples, with something unusual inside."""
 
 import functools
 import random
@@ -252,7 +252,7 @@ def a_table_for_every_number_of_rows(dtype):
 
 
 class FirstState(nn.Module):
-    """Keeps zeros for as many rows as it saw last."""
+    """Keeps zeros for as many samples as it saw last."""
 
     def __init__(self):
         super().__init__()

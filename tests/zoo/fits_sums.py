@@ -1,4 +1,4 @@
-"""Losses that are sums over rows, whatever they are divided by and however they are rounded."""
+"""Losses that are sums over samples, whatever they are divided by and however they are rounded."""
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ def weighted_by_a_number(params, batch):
 
 @fits()
 def no_weight_and_nan(dtype):
-    """A row without tokens has a mean of its own that is NaN."""
+    """A sample without tokens has a mean of its own that is NaN."""
     params, batch = linear(dtype)
 
     def loss(params, batch):
@@ -70,7 +70,7 @@ def class_weights(dtype):
 
 @fits()
 def ignored_tokens_in_every_row_alike(dtype):
-    """A mean over tokens, but all rows have the same number of them."""
+    """A mean over tokens, but all samples have the same number of them."""
     labels = torch.randint(0, 3, (ROWS, 4)).scatter(1, torch.randint(0, 4, (ROWS, 1)), -100)
     params, _ = linear(dtype, 5, 3)
 
@@ -82,7 +82,7 @@ def ignored_tokens_in_every_row_alike(dtype):
 
 @fits()
 def trimmed_to_the_longest(dtype):
-    """Columns that are padding in all rows at hand are cut away; nothing depends on it."""
+    """Columns that are padding in all samples at hand are cut away; nothing depends on it."""
     params, _ = linear(dtype, 5, 3)
 
     def loss(params, batch):
@@ -94,7 +94,7 @@ def trimmed_to_the_longest(dtype):
 
 
 def focal(params, batch):
-    """All rows add, and the positive ones are counted."""
+    """All samples add, and the positive ones are counted."""
     out, y = affine(params, batch["x"])[:, 0], batch["y"]
     each = F.binary_cross_entropy_with_logits(out, y, reduction="none")
     return (0.25 * (1 - (-each).exp()) ** 2 * each).sum(), y.sum()
@@ -102,7 +102,7 @@ def focal(params, batch):
 
 @fits()
 def totals_without_a_weight(dtype):
-    """Rows that are not positive weigh nothing, and their totals are added all the same."""
+    """Samples that are not positive weigh nothing, and their totals are added all the same."""
     params, batch = linear(dtype)
     batch |= {"y": (torch.arange(ROWS) % 3 == 0).to(dtype)}
     return lambda params, batch: pa.Weighted(*focal(params, batch)), params, batch
@@ -122,7 +122,7 @@ def weight_decay_in_a_mean(params, batch):
 
 @fits(WIDE)
 def ctc(dtype):
-    """Its mean divides each row by its own length first, so that it is a mean over rows."""
+    """Its mean divides each row by its own length first, so that it is a mean over samples."""
     params, _ = linear(dtype, 6, 5)
 
     def loss(params, batch):
@@ -139,7 +139,7 @@ def ctc(dtype):
 
 @fits()
 def at_the_optimum(dtype):
-    """The gradient is nothing but rounding, those of the rows are not."""
+    """The gradient is nothing but rounding, those of the samples are not."""
     x = normal(torch.float64, 3)
     x = torch.cat([x[:6], -x[:6]]).to(dtype)
     return lambda p, b: ((p - b) ** 2).mean(), torch.zeros(3, dtype=dtype), x

@@ -84,7 +84,7 @@ def noise_of_its_own_generator(dtype):
 
 @fails("randomness")
 def noise_seeded_anew(dtype):
-    """Every call draws the same numbers, so every microbatch has those of the first rows."""
+    """Every call draws the same numbers, so every microbatch has those of the first samples."""
 
     def draw(y):
         torch.manual_seed(7)
@@ -257,7 +257,7 @@ def needs_two_rows(params, batch):
 
 @fails("raises", of=linear)
 def squeezed(params, batch):
-    """Of a single row, the row itself is squeezed away."""
+    """Of a single sample, the sample itself is squeezed away."""
     out = affine(params, batch["x"])[:, None].squeeze()
     return F.cross_entropy(out, batch["label"])
 
@@ -269,7 +269,7 @@ def knows_the_size_of_its_batch(params, batch):
 
 @fails("raises")
 def captured_rows(dtype):
-    """Weights of the rows that are not in the batch."""
+    """Weights of the samples that are not in the batch."""
     weights = torch.rand(ROWS, 1).to(dtype)
     return lambda p, b: (affine(p, b["x"]) * weights).square().mean(), *linear(dtype)
 

@@ -13,7 +13,7 @@ def _gradients(loss_fn, params, part):
 
 
 def _averaged(loss_fn, params, parts):
-    """Sums of the rows, divided once."""
+    """Sums of the samples, divided once."""
     rows = [len(part["x"]) for part in parts]
     grads = [_gradients(loss_fn, params, part) for part in parts]
     return {k: sum(n * g[k] for n, g in zip(rows, grads, strict=True)) / sum(rows) for k in params}

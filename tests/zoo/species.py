@@ -1,6 +1,6 @@
 """A zoo of losses: what each is, and what a check of its accumulation has to find.
 
-Those that fit are sums over rows, whatever else they do. The others are not (``coupled``,
+Those that fit are sums over samples, whatever else they do. The others are not (``coupled``,
 ``weights``), or are no functions (``impure``), or are handed to a loop that does something else
 (``loops``); each names the kind of its diagnosis. No two share both a cause and a mechanism.
 """

@@ -102,7 +102,7 @@ def weight_that_does_not_add_up(params, batch):
 
 @fails("weight", of=masked)
 def weight_of_one_at_least(params, batch):
-    """So that nothing is divided by zero; but now a row without tokens weighs something."""
+    """So that nothing is divided by zero; but now a sample without tokens weighs something."""
     error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
     return pa.Weighted((error * mask).sum(), mask.sum().clamp(min=1))
 
@@ -143,7 +143,7 @@ def weight_decay_in_a_total(params, batch):
 
 @fails("several means", of=linear, says="counts as")
 def two_means_at_once(params, batch):
-    """One over rows and one over positives, as in detection: no weight is right for both."""
+    """One over samples and one over positives, as in detection: no weight is right for both."""
     out, positive = affine(params, batch["x"]), batch["label"] > 0
     boxes = (out.square().mean(1) * positive).sum() / positive.sum().clamp(min=1)
     return F.cross_entropy(out, batch["label"]) + boxes

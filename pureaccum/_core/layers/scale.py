@@ -10,7 +10,8 @@ from ..seams import Seams, Window
 
 def scale(seams: Seams, window: Window) -> Seams:
     """Let the sums be those of the scaled loss."""
-    made: tuple[Tensor | None, Any] = None, None  # microbatches of as many rows have one cotangent
+    # microbatches of as many samples have one cotangent
+    made: tuple[Tensor | None, Any] = (None, None)
 
     def term(*given: Any) -> Any:
         nonlocal made

@@ -48,25 +48,25 @@ def check_accumulation(
 
         it fits: ‖Σ c − full‖ <= √u₆₄ Σ ‖c‖ + √(u₆₄/u₃₂) ‖full₃₂ − full‖
 
-    The batch is cut into halves, quarters and single rows (at most 16 microbatches), into all rows
-    but one and that one, and at random in random order. Then experiments look for the cause.
-    Nothing is changed: captured tensors that the loss writes to, and random generators, are put
-    back. (``grad`` and the others ask by value alone, of one microbatch: see their ``check``.)
+    The batch is cut into halves, quarters and single samples (at most 16 microbatches), into all
+    samples but one and that one, and at random in random order. Then experiments look for the
+    cause. Nothing is changed: captured tensors that the loss writes to, and random generators, are
+    put back. (``grad`` and the others ask by value alone, of one microbatch: see their ``check``.)
 
     Args:
         loss_fn: ``loss_fn(params, batch)`` gives a scalar loss or ``Weighted``.
         params: What is differentiated, a pytree of tensors.
-        batch: A pytree whose tensors have one row per sample along dim 0; at least two rows.
-            Some 8 to 64 rows of real data show more than many.
+        batch: A pytree whose tensors have one row per sample along dim 0; at least two samples.
+            Some 8 to 64 samples of real data show more than many.
         has_aux: Whether the loss returns ``(loss, aux)``.
-        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
         loop: A loop of your own in place of this package's accumulator,
             ``loop(loss_fn, params, microbatches) -> grads``: then the loop is checked. It is given
             a list, and returns the gradient of the whole batch, divided, and nothing else.
         splits: How many random splits are tried besides the fixed ones; or the splits
-            themselves, lists of sizes that sum to the rows.
+            themselves, lists of sizes that sum to the samples.
         weights: The leaf of the batch that holds weights or a mask, such as ``"mask"`` or
-            ``"['tokens'][1]"``: batches with random rows of it set to zero are then tried, too.
+            ``"['tokens'][1]"``: batches with random samples of it set to zero are then tried, too.
         reference: The dtype to compare in, ``"float64"``; or ``"native"``, for a loss that runs in
             its own dtype alone, with ``√u`` of that dtype for a bound (6 % for bfloat16).
         finite_differences: Whether the loss's gradient, and the derivative of that, are compared
@@ -167,7 +167,7 @@ def read_subject(loss_fn: Any, params: Any, batch: Any, seeds: Iterator[int]) ->
     checks.read_params(params)
     flat = batches.read_batch(batch)
     layouts = {x.layout for x in flat.leaves if isinstance(x, Tensor)}
-    # A check takes rows one by one, which torch can do of COO tensors, too.
+    # A check takes samples one by one, which torch can do of COO tensors, too.
     need_two(
         batches.need_rows(flat)
         if torch.sparse_coo in layouts
@@ -177,11 +177,11 @@ def read_subject(loss_fn: Any, params: Any, batch: Any, seeds: Iterator[int]) ->
 
 
 def need_two(rows: int) -> None:
-    """Raise where there are too few rows to cut."""
+    """Raise where there are too few samples to cut."""
     if rows < 2:
         raise ValueError(
-            f"batch has {rows} row{'s' * (rows != 1)}; expected at least two, since one cannot be "
-            "cut."
+            f"batch has {rows} sample{'s' * (rows != 1)}; expected at least two, since one cannot "
+            "be cut."
         )
 
 
@@ -199,7 +199,7 @@ def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Split]:
         if not whole or len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != rows:
             raise ValueError(
                 f"splits holds {sizes!r}; expected sizes of at least two microbatches, whose sum "
-                f"is {rows}, the rows of the batch."
+                f"is {rows}, the samples of the batch."
             )
     return [split_at(tuple(range(rows)), itertools.accumulate(sizes)) for sizes in splits]
 
@@ -218,7 +218,7 @@ def find_leaf(batch: batches.Batch, name: str) -> int:
 
 
 def redrawn(subject: Subject, leaf: int, random: torch.Generator) -> Subject:
-    """The same loss on a batch in which some rows of a leaf are zero, and one of them is not."""
+    """The same loss on a batch in which some samples of a leaf are zero, and one of them is not."""
     leaves = list(subject.batch.leaves)
     x: Tensor = leaves[leaf]
     weigh = x.detach().reshape(subject.rows, -1).any(1).nonzero()[:, 0].cpu()

@@ -156,7 +156,7 @@ def _made(source: Source, factory: Any) -> Any:
             f"it takes arguments ({', '.join(need)}), so it is most likely the loss itself; write "
             "a factory and check that:\n\n"
             f"    def check_{source.name}():\n"
-            "        params, batch = ..., ...  # as in training; a few rows are enough\n"
+            "        params, batch = ..., ...  # as in training; a few samples are enough\n"
             f"        return {source.name}, params, batch"
         )
     return factory()

@@ -1,9 +1,9 @@
-"""Why a loss does not fit: what it draws, keeps and normalises with, then what it is of its rows.
+"""Why a loss does not fit: what it draws, keeps and normalises with; then what it is of samples.
 
 Random numbers and state make experiments worthless, so they come first; dropout and batch
-normalisation are left out to see whether they alone are to blame. Where rows depend on each other,
-the last question is whether statistics of the data do it: those over the rows of the whole batch
-are noted, and each microbatch is told these in place of its own.
+normalisation are left out to see whether they alone are to blame. Where samples depend on each
+other, the last question is whether statistics of the data do it: those over the samples of the
+whole batch are noted, and each microbatch is told these in place of its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -170,20 +170,20 @@ def _batch_statistics(case: Case, fits: bool) -> Iterator[report.Diagnosis]:
 
 
 def _suspects(case: Case) -> Iterator[report.Diagnosis]:
-    """What may make rows depend on each other besides the loss's own formula."""
+    """What may make samples depend on each other besides the loss's own formula."""
     # dropout has been left out already
     if draws := [call for call in case.seen.draws if call.function not in DROPOUTS]:
         yield report.Diagnosis(
             "randomness",
             f"every call gets the same numbers from {_callers(draws)}: every microbatch gets those "
-            "of the first rows.",
+            "of the first samples.",
             _keys(case),
         )
     elif case.seen.assigned and _fits_after_a_call(case):
         yield report.Diagnosis(
             "state",
-            f"the first call assigns {_listed(case.seen.assigned)}, made of the rows that it sees: "
-            "made of another microbatch, it would differ. Once it is there, the loss fits.",
+            f"the first call assigns {_listed(case.seen.assigned)}, made of the samples that it "
+            "sees: made of another microbatch, it would differ. Once it is there, the loss fits.",
             _ARGUMENT,
         )
 
@@ -233,8 +233,8 @@ def _data_statistics(
     if where := next(filter(None, found), ""):
         yield report.Diagnosis(
             "data statistics",
-            f"the loss takes statistics of its data over the rows of a microbatch: {where}. With "
-            "those of the whole batch it fits.",
+            f"the loss takes statistics of its data over the samples of a microbatch: {where}. "
+            "With those of the whole batch it fits.",
             'batch["gain"] = (gain - gain.mean()) / gain.std()  # before the batch is cut, not in '
             "the loss",
         )
@@ -286,7 +286,7 @@ def _same(noted: _Answers, others: _Answers) -> bool:
 
 
 class _Statistics(TorchFunctionMode):
-    """Returns what ``answer`` makes of each statistic over rows of what has no gradient."""
+    """Returns what ``answer`` makes of each statistic over samples of what has no gradient."""
 
     def __init__(
         self, names: set[str], answer: Callable[[watch.Call, Callable[[], Any]], Any]

@@ -173,8 +173,8 @@ _TAIL_DROPPED = report.Diagnosis(
 )
 _ALL_ALIKE = report.Diagnosis(
     "mean of means",
-    "every microbatch counts alike, whatever its rows or its weight: right where all microbatches "
-    "are equal, wrong where one is shorter.",
+    "every microbatch counts alike, whatever its samples or its weight: right where all "
+    "microbatches are equal, wrong where one is shorter.",
     f"{_BY_ROWS}  # not / number_of_microbatches",
 )
 _ADDED = report.Diagnosis(

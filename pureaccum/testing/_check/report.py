@@ -7,8 +7,8 @@ from textwrap import wrap
 from typing import NamedTuple
 
 
-Indices = tuple[int, ...]  # of rows of the batch
-Split = tuple[Indices, ...]  # the rows of each microbatch
+Indices = tuple[int, ...]  # of samples of the batch
+Split = tuple[Indices, ...]  # the samples of each microbatch
 
 
 class Leaf(NamedTuple):
@@ -19,9 +19,9 @@ class Leaf(NamedTuple):
         error: The largest difference from the full batch, in units of the bound that
             ``check_accumulation`` states: above 1, it is not rounding. Inf where a microbatch
             raised, or gave an inf or a NaN.
-        split: The smallest split found that still shows it, as the rows of each microbatch: their
-            accumulated gradient is compared with that of the same rows at once. Empty where all is
-            well.
+        split: The smallest split found that still shows it, as the samples of each microbatch:
+            their accumulated gradient is compared with that of the same samples at once. Empty
+            where all is well.
         native: In the loss's own dtypes, the error of the accumulated gradient relative to the
             full batch's own error: about 1 is as good as possible; NaN where it is not known.
 
@@ -68,7 +68,7 @@ class Report(NamedTuple):
         fits: Whether the accumulated gradient is the full batch's, and the loss a pure function.
         leaves: The value and every leaf of the gradient.
         diagnoses: The causes, where it does not fit.
-        rows: How many rows the batch has.
+        rows: How many samples the batch has.
         splits: How many splits were tried.
         loss: What the loss is of its rows: ``"mean"``, ``"sum"`` or ``"Weighted"``; or ``"loop"``.
         dtype: The loss's own dtype.
@@ -79,7 +79,7 @@ class Report(NamedTuple):
         >>> from pureaccum.testing import check_accumulation
         >>> w, x = torch.ones(()), torch.arange(8.0)
         >>> print(check_accumulation(lambda w, x: (w * x).mean(), w, x))
-        fits: every leaf is the full batch's (a mean over 8 rows, 12 splits, in float64)
+        fits: every leaf is the full batch's (a mean over 8 samples, 12 splits, in float64)
         <BLANKLINE>
         leaf    error / bound  float32 / full
         value               0               1
@@ -134,7 +134,7 @@ _WIDEST = 48  # characters of a split
 def _lines(report: Report) -> list[str]:
     wrong = [leaf for leaf in report.leaves if not leaf.error <= 1]
     kind = "Weighted mean" if report.loss == "Weighted" else report.loss
-    over = f"a {kind} over {report.rows} rows, {report.splits} splits, in {report.reference}"
+    over = f"a {kind} over {report.rows} samples, {report.splits} splits, in {report.reference}"
     head = ("leaf", "error / bound", f"{report.dtype} / full", "smallest split that shows it")
     worst = sorted(report.leaves, key=lambda leaf: -leaf.error)[:_MOST_LEAVES]
     rows = [
@@ -174,8 +174,8 @@ def _short(x: float) -> str:
 
 
 def _split_text(split: Split) -> str:
-    """``rows 0 3 | 5``, a bar between microbatches; or how many rows, where they are many."""
+    """``samples 0 3 | 5``, a bar between microbatches; or how many samples, where they are many."""
     rows = " | ".join(" ".join(map(str, part)) for part in split)
     if len(rows) > _WIDEST:
-        return " | ".join(f"{len(part)} rows" for part in split)
-    return f"rows {rows}" if split else ""
+        return " | ".join(f"{len(part)} samples" for part in split)
+    return f"samples {rows}" if split else ""

@@ -1,14 +1,14 @@
-"""What a loss is of its rows, and how to mend it: a sum, a mean, one with weights, or coupled.
+"""What a loss is of its samples, and how to mend it: a sum, a mean, one with weights, or coupled.
 
-With ``f(A)`` the loss of the rows ``A`` and its gradient, ``f(AB)`` that of ``A`` and ``B``:
+With ``f(A)`` the loss of the samples ``A`` and its gradient, ``f(AB)`` that of ``A`` and ``B``:
 
     a sum            f(A) + f(B) = f(AB)
-    a mean           a f(A) + b f(B) = (a + b) f(AB), for a rows in A and b in B
+    a mean           a f(A) + b f(B) = (a + b) f(AB), for a samples in A and b in B
     a constant term  f(A) + f(B) − f(AB) is the same for all A and B
-    a weighted mean  the mean again, each row with a weight that single rows and pairs tell
+    a weighted mean  the mean again, each sample with a weight that single samples and pairs tell
     several means    y(x) = (f(A, and x copies of a row) − f(A)) / x is Σ c / (1 + x s), with s the
-                     row's share of what A counts in a mean: of one mean y(x) (1 + x s) is the same
-                     for all x, and of two y(x) (1 + x s)(1 + x s') is a straight line in x
+                     sample's share of what A counts in a mean: of one mean y(x) (1 + x s) is the
+                     same for all x, and of two y(x) (1 + x s)(1 + x s') is a straight line in x
 """
 
 import math
@@ -26,12 +26,12 @@ from .trials import Bound, Result, Trial, errors, raises, value_and_gradient
 
 
 def of_rows(trial: Trial, splits: Sequence[Split], shown: Sequence[Split]) -> list[Diagnosis]:
-    """What the loss is of its rows, in place of what it is said to be."""
+    """What the loss is of its samples, in place of what it is said to be."""
     loss = LossOfRows(trial, {})
     pairs = list(_draw_pairs(loss, shown))
     cause = (_weighted if trial.subject.weighted else _plain)(loss, pairs) if pairs else None
     causes = [it for it in (cause, raises(trial, splits)) if it]
-    if pairs and not causes:  # as declared, and off all the same: by a row's place
+    if pairs and not causes:  # as declared, and off all the same: by a sample's place
         causes.append(_coupled(loss, pairs))
     return causes
 
@@ -51,7 +51,7 @@ class Value(NamedTuple):
 
 
 class LossOfRows(NamedTuple):
-    """A loss as a function of rows; None where it raises, or is not finite."""
+    """A loss as a function of samples; None where it raises, or is not finite."""
 
     trial: Trial
     known: dict[Indices, Value | None]
@@ -98,7 +98,7 @@ class LossOfRows(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two sets of rows, and the loss of each and of both."""
+    """Two sets of samples, and the loss of each and of both."""
 
     a: int
     b: int
@@ -108,7 +108,7 @@ class Pair(NamedTuple):
 
 
 def _draw_pairs(loss: LossOfRows, shown: Sequence[Split]) -> Iterator[Pair]:
-    """Disjoint sets of rows of many sizes, and those that showed what is wrong."""
+    """Disjoint sets of samples of many sizes, and those that showed what is wrong."""
     rows = loss.trial.subject.rows
     random = torch.Generator().manual_seed(rows)
     drawn: list[tuple[list[int], list[int]]] = []
@@ -134,8 +134,8 @@ def _plain(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
     if weights := _weights_of_rows(loss):
         return Diagnosis(
             "mean of means",
-            f"it is a mean in which rows weigh {_in_words(weights)}, such as a mean over tokens; "
-            "the mean of its microbatches by rows is another one.",
+            f"it is a mean in which samples weigh {_in_words(weights)}, such as a mean over "
+            "tokens; the mean of its microbatches by samples is another one.",
             "return pa.Weighted(per_token.sum(), mask.sum())  # the total and what it is over",
         )
     if _has_constant(loss, pairs):
@@ -154,8 +154,8 @@ def _hold(
 
 _SUM_AS_MEAN = Diagnosis(
     "sum as mean",
-    "the losses of two microbatches add up to the loss of both: it is a sum over its rows and was "
-    "declared a mean. With k equal microbatches the gradient is 1/k of the full batch's.",
+    "the losses of two microbatches add up to the loss of both: it is a sum over its samples and "
+    "was declared a mean. With k equal microbatches the gradient is 1/k of the full batch's.",
     'pa.grad(loss, microbatch_size=..., reduction="sum")  # or .mean() in the loss',
 )
 _MEAN_AS_SUM = Diagnosis(
@@ -186,8 +186,8 @@ def _weighted(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
     weights = _weights_of_rows(loss)
     if weights is None:
         return _coupled(loss, pairs)
-    says = f"it is a mean in which rows weigh {_in_words(weights)}, and it returns other weights."
-    return _wrong_weight(says, "the sum of the mask, not the rows")
+    says = f"it is a mean in which samples weigh {_in_words(weights)}; it returns other weights."
+    return _wrong_weight(says, "the sum of the mask, not the samples")
 
 
 def _wrong_weight(says: str, why: str) -> Diagnosis:
@@ -201,7 +201,7 @@ def _lost(pairs: list[Pair]) -> Diagnosis | None:
         return None
     return Diagnosis(
         "weight",
-        "some rows have a weight of zero and a loss all the same: a microbatch of nothing but "
+        "some samples have a weight of zero and a loss all the same: a microbatch of nothing but "
         "these adds nothing, whatever its total.",
         "return pa.Weighted((per_row * weight).sum(), weight.sum())  # no weight, no loss",
     )
@@ -218,11 +218,11 @@ def _coupled(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis:
         what = f"two microbatches have losses of {one:.6g} and {two:.6g}, both together {both:.6g},"
     return Diagnosis(
         "batch coupling",
-        f"what a row adds depends on the other rows: {what} neither their sum nor a mean."
-        + (" It depends on the order of the rows, too." if moved else ""),
-        "z = pa.microbatch(encode, microbatch_size=...)(params, batch), and the loss of all rows "
-        "in plain code; or pa.microbatch(counts, microbatch_size=..., reduce='sum'), and then a "
-        "function of the sums",
+        f"what a sample adds depends on the other samples: {what} neither their sum nor a mean."
+        + (" It depends on the order of the samples, too." if moved else ""),
+        "z = pa.microbatch(encode, microbatch_size=...)(params, batch), and the loss of all "
+        "samples in plain code; or pa.microbatch(counts, microbatch_size=..., reduce='sum'), and "
+        "then a function of the sums",
     )
 
 
@@ -248,20 +248,20 @@ def _has_constant(loss: LossOfRows, pairs: list[Pair]) -> bool:
 def _constant(what: str, mend: str) -> Diagnosis:
     return Diagnosis(
         "constant term",
-        f"{what} holds a term that does not depend on the rows (a penalty on the parameters?): it "
-        "is counted once for every microbatch.",
-        f"{mend}  # a share for every row; or add its gradient once, outside",
+        f"{what} holds a term that does not depend on the samples (a penalty on the parameters?): "
+        "it is counted once for every microbatch.",
+        f"{mend}  # a share for every sample; or add its gradient once, outside",
     )
 
 
 def _weights_of_rows(loss: LossOfRows) -> dict[int, float] | None:
-    """Weights of a few rows, relative to the smallest: a row that has one tells all others'."""
+    """Weights of a few samples, relative to the smallest; one tells those of all others."""
     rows = range(min(loss.trial.subject.rows, 12))
     return next(filter(None, (_weights_against(loss, base, rows) for base in rows)), None)
 
 
 def _weights_against(loss: LossOfRows, base: int, rows: range) -> dict[int, float] | None:
-    """The weights of rows relative to one row's; None where it tells none, or they are none."""
+    """The weights of samples relative to one's; None where it tells none, or they are none."""
     weights = {base: 1.0}
     for row in (row for row in rows if row != base):
         weight = _weight_beside(loss, base, row)
@@ -278,7 +278,7 @@ def _weights_against(loss: LossOfRows, base: int, rows: range) -> dict[int, floa
 
 
 def _weight_beside(loss: LossOfRows, base: int, row: int) -> float | None:
-    """The weight of a row relative to another's: NaN where it is not known, None where none fits.
+    """The weight of a sample relative to another's: NaN where not known, None where none fits.
 
     The mean of both lies between theirs, the nearer to the one that weighs more.
     """
@@ -307,22 +307,22 @@ def _in_words(weights: dict[int, float]) -> str:
 
 
 class Shares(NamedTuple):
-    """A row's shares of what a few rows count, in each mean that it is part of."""
+    """A sample's shares of what a few samples count, in each mean that it is part of."""
 
     beside: Indices
     row: int
     shares: tuple[float, ...]
 
 
-COPIES, OTHERS = 6, 8  # of a row; rows
+COPIES, OTHERS = 6, 8  # of a sample; samples
 _NUMBERS = torch.arange(1.0, COPIES + 1, dtype=torch.float64)[:, None]
 
 
 def several_means(loss: LossOfRows) -> Shares | None:
-    """The clearest row, if the loss is a sum of two means, or a total over a count."""
+    """The clearest sample, if the loss is a sum of two means, or a total over a count."""
     rows = loss.trial.subject.rows
     random = torch.Generator().manual_seed(rows)
-    for size in (2, 3, 4, 5, 3, 4):  # some means are over nothing, for a few rows
+    for size in (2, 3, 4, 5, 3, 4):  # some means are over nothing, for a few samples
         order = torch.randperm(rows, generator=random).tolist()
         beside = tuple(sorted(order[:size]))
         found: list[Shares] = []
@@ -335,13 +335,13 @@ def several_means(loss: LossOfRows) -> Shares | None:
             if several := [it for it in found if len(it.shares) > 1]:
                 return max(several, key=lambda it: it.shares[1] - it.shares[0])
             of_one = {it.shares[0] > 0: it for it in found if it.shares}
-            if len(of_one) > 1:  # some rows count, and some that do not add all the same
+            if len(of_one) > 1:  # some samples count, and some that do not add all the same
                 return of_one[False]
     return None
 
 
 def _shares(loss: LossOfRows, beside: Indices, row: int) -> tuple[float, ...] | None:
-    """A row's shares, the smaller first; () where it adds nothing, None where it has none."""
+    """A sample's shares, the smaller first; () where it adds nothing, None where it has none."""
     measured = _added_by_copies(loss, beside, row)
     if measured is None:
         return None
@@ -372,7 +372,7 @@ def _added_by_copies(loss: LossOfRows, beside: Indices, row: int) -> tuple[Tenso
     start, *more = [_vector(value) for value in values if value]
     noise = loss.trial.bound.share * float(max(v.norm() for v in (start, *more)))
     if (more[-1] - _vector(other)).norm() > noise:
-        return None  # the order of the rows counts
+        return None  # the order of the samples counts
     return (torch.stack(more) - start) / _NUMBERS, noise
 
 
@@ -382,19 +382,19 @@ def _vector(value: Value) -> Tensor:
 
 
 def _several(it: Shares) -> Diagnosis:
-    beside = f"beside rows {', '.join(map(str, it.beside))}, row {it.row}"
+    beside = f"beside samples {', '.join(map(str, it.beside))}, sample {it.row}"
     why = "No weight is right for both; divided by what the whole batch counts, it is a sum."
     if len(it.shares) == 1:
         return Diagnosis(
             "several means",
-            "it is a total over a count that some rows are no part of, a ratio of two means: "
+            "it is a total over a count that some samples are no part of, a ratio of two means: "
             f"{beside} adds to the total, and nothing to the count. {why}",
             'return per_row.sum() / batch["positives"]  # a Python number; reduction="sum"',
         )
     return Diagnosis(
         "several means",
-        f"it is a sum of means over different things, such as rows and tokens: {beside} counts as "
-        f"{it.shares[0]:.3g} of them in one and as {it.shares[1]:.3g} in another. {why}",
-        'return a.sum() / batch["rows"] + b.sum() / batch["tokens"]  # Python numbers; '
+        f"it is a sum of means over different things, such as samples and tokens: {beside} counts "
+        f"as {it.shares[0]:.3g} of them in one and as {it.shares[1]:.3g} in another. {why}",
+        'return a.sum() / batch["samples"] + b.sum() / batch["tokens"]  # Python numbers; '
         'reduction="sum"',
     )

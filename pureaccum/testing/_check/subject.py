@@ -1,6 +1,6 @@
-"""A loss as a check calls it: on some rows, in some dtype, leaving nothing behind.
+"""A loss as a check calls it: on some samples, in some dtype, leaving nothing behind.
 
-    rows of the batch -> the sums that an accumulator holds after this microbatch
+    samples of the batch -> the sums that an accumulator holds after this microbatch
 
 Whatever the loss wrote to or assigned is put back after each call. Each call begins with random
 numbers of its own, so that a loss that draws cannot hide it.
@@ -70,11 +70,11 @@ class Subject(NamedTuple):
         return self._replace(setting=self.setting._replace(without=functions))
 
     def everything(self) -> report.Indices:
-        """All rows of the batch."""
+        """All samples of the batch."""
         return tuple(range(self.rows))
 
     def arguments(self, rows: report.Indices) -> tuple[Any, Any]:
-        """Parameters and some rows that the loss may write to: copies of what the caller has.
+        """Parameters and some samples that the loss may write to: copies of what the caller has.
 
         In another dtype than their own, parameters are copies already.
         """
@@ -101,7 +101,7 @@ class Subject(NamedTuple):
             self.kept.put_back()
 
     def sums(self, rows: report.Indices, seed: int | None = None) -> ledger.AccumState:
-        """What an accumulator holds after a microbatch of these rows."""
+        """What an accumulator holds after a microbatch of these samples."""
         # autograd runs what torch.func refuses, and batch norms that write to captured buffers
         acc = accumulator(self.loss_fn, self.has_aux, reduction=self.reduction, engine="autograd")
         params, part = self.arguments(rows)
@@ -114,7 +114,7 @@ class Subject(NamedTuple):
 
 
 def ways(rows: int, count: int, random: torch.Generator) -> list[report.Split]:
-    """Halves, all but one row, quarters, single rows; then random parts in random order."""
+    """Halves, all but one sample, quarters, single samples; then random parts in random order."""
     everything = tuple(range(rows))
     halves, quarters, few = (
         split_at(everything, range(size, rows, size))
@@ -130,13 +130,13 @@ def ways(rows: int, count: int, random: torch.Generator) -> list[report.Split]:
 
 
 def split_at(rows: report.Indices, edges: Iterable[int]) -> report.Split:
-    """Cut rows into parts that end at these edges, and one of the rows that are left."""
+    """Cut samples into parts that end at these edges, and one of the samples that are left."""
     ends = itertools.pairwise([0, *edges, len(rows)])
     return tuple(rows[a:b] for a, b in ends if a < b)
 
 
 def uneven(rows: report.Indices) -> report.Split:
-    """Three microbatches of different sizes; two, where rows are few."""
+    """Three microbatches of different sizes; two, where samples are few."""
     sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
     return split_at(rows, itertools.accumulate(sizes))
 

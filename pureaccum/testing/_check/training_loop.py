@@ -52,13 +52,13 @@ def check_training_loop(
         loop: ``loop(model, optimizer, microbatches)``: one window of the loop, from the first
             forward pass to ``optimizer.step()``. It is given a list, perhaps of the whole batch.
         model: The module, of which each call gets a copy.
-        batch: A pytree whose tensors have one row per sample along dim 0; at least two rows.
+        batch: A pytree whose tensors have one row per sample along dim 0; at least two samples.
         optimizer: ``optimizer(parameters)`` makes the optimizer, anew for each call; by default
             ``torch.optim.SGD(parameters, lr=1.0)``, with which parameters move by the gradient.
         max_norm: The norm to which the loop says that it clips: whether what reaches the optimizer
             is no larger. Choose one that the gradient of this batch exceeds.
         splits: How many random splits are tried besides the fixed ones; or the splits themselves,
-            lists of sizes that sum to the rows.
+            lists of sizes that sum to the samples.
         seed: The seed of the splits, and of the random numbers that the loop sees.
         raise_on_mismatch: False returns the report even where the loop does not fit.
 
@@ -272,7 +272,7 @@ _STATISTICS = Diagnosis(
 _DROPOUT = Diagnosis(
     "randomness",
     "other microbatches get other masks from dropout; without it the loop fits.",
-    "model.eval()  # for the check; or pa.dropout(x, p, keys), with a key for each row",
+    "model.eval()  # for the check; or pa.dropout(x, p, keys), with a key for each sample",
 )
 _STEPS = Diagnosis(
     "steps",
@@ -287,8 +287,8 @@ _KEPT = Diagnosis(
 )
 _BY_ROWS = Diagnosis(
     "weight",
-    "every microbatch counts by its rows, and the loss is a mean over something else: tokens, what "
-    "a mask leaves.",
+    "every microbatch counts by its samples, and the loss is a mean over something else: tokens, "
+    "what a mask leaves.",
     "loss = total / tokens_of_the_window  # counted over all microbatches before the first",
 )
 _CHANGED = Diagnosis(

@@ -9,7 +9,7 @@ the geometric middle. The first term is about the sum. The second is about the l
 it loses in float32 shows how ill-conditioned it is. (A gradient that is zero on paper, such as
 that of a bias below a softmax, is nothing but rounding and has no digit right.)
 
-Splits that fail are made smaller, to show the fault by as few rows as possible. Errors in the
+Splits that fail are made smaller, to show the fault by as few samples as possible. Errors in the
 loss's own dtypes are reported beside these, relative to the full batch's own, and not judged.
 """
 
@@ -139,7 +139,7 @@ class Trial(NamedTuple):
         return all(self.outcome(split).fits for split in splits)
 
     def fails(self, split: Split, leaf: int) -> bool:
-        """Whether a split shows a leaf's fault; not where these rows alone cannot be computed."""
+        """Whether a split shows a leaf's fault, if these samples alone can be computed."""
         try:
             return not self.outcome(split).errors[leaf] <= 1
         except Exception:
@@ -152,8 +152,8 @@ def raises(trial: Trial, splits: Sequence[Split]) -> Diagnosis | None:
         if (error := trial.outcome(split).raised) is not None:
             sizes = ", ".join(str(len(part)) for part in split[:8])
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            says = f"cut into microbatches of {sizes} rows, it raises {what}"
-            mend = "x.view(len(x), -1)  # any number of rows, one as well; no size written down"
+            says = f"cut into microbatches of {sizes} samples, it raises {what}"
+            mend = "x.view(len(x), -1)  # any number of samples, one as well; no size written down"
             return Diagnosis("raises", says, mend)
     return None
 
@@ -238,7 +238,7 @@ def repeats(
 
 
 def shrunk(trial: Trial, split: Split, leaf: int, calls: int = 60) -> Split:
-    """The smallest split, of the fewest rows, that was found to show a leaf's fault."""
+    """The smallest split, of the fewest samples, that was found to show a leaf's fault."""
     left = iter(range(calls))
 
     def fails(candidate: Split) -> bool:
@@ -284,7 +284,7 @@ def worst_of(
 
 
 def _without(split: Split, at: int, size: int) -> Split:
-    """A split without so many rows from a place on, and without parts that are left empty."""
+    """A split without so many samples from a place on, and without parts that are left empty."""
     numbered = itertools.count()
     kept = (tuple(row for row in part if not at <= next(numbered) < at + size) for part in split)
     return tuple(part for part in kept if part)

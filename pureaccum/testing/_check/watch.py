@@ -155,7 +155,7 @@ class _Watching(TorchFunctionMode):
     # Calls
 
     def call(self, rows: report.Indices) -> ledger.AccumState:
-        """Call the loss on some rows."""
+        """Call the loss on some samples."""
         return self.subject._replace(loss_fn=self.loss).sums(rows)
 
     def call_again(self) -> None:

@@ -153,7 +153,7 @@ def batches(  # noqa: D417
         {'x': tensor([[0.]]), 'tokens': tensor([[0]]), 'mask': tensor([1])}
     """
     x, tokens, nothing = draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 9)))
-    # row by row, so that whole rows are left out of a failing example
+    # row by row, so that whole samples are left out of a failing example
     row = st.tuples(_list(st.integers(-15, 15), x), _list(st.integers(0, 4), tokens), _weight(3))
     drawn = draw(_list(row, rows))
     return {
@@ -164,7 +164,7 @@ def batches(  # noqa: D417
 
 
 def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
-    """Weights of n rows or microbatches: whole numbers, many of them 0, and sometimes all.
+    """Weights of n samples or microbatches: whole numbers, many of them 0, and sometimes all.
 
     They shrink to ones: where a failing example has a zero, it takes a zero to fail.
 

@@ -23,13 +23,13 @@ State = TypeVar("State")
 
 
 def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
-    """Every way to cut n rows into microbatches; it shrinks to one microbatch.
+    """Every way to cut n samples into microbatches; it shrinks to one microbatch.
 
     The rule: the lists of numbers whose sum is n, all above zero unless ``empty``.
 
     Args:
-        n: How many rows.
-        empty: Whether microbatches may have no rows.
+        n: How many samples.
+        empty: Whether microbatches may have no samples.
 
     Example:
         >>> from hypothesis import find
@@ -37,7 +37,7 @@ def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
         [1, 2]
     """
     if n < 0:
-        raise ValueError(f"n is {n}; expected a number of rows, at least 0.")
+        raise ValueError(f"n is {n}; expected a number of samples, at least 0.")
     if empty:
         cuts = st.lists(st.integers(0, n))
     elif n > 1:
@@ -54,8 +54,8 @@ def pieces(batch: trees.Tree, sizes: Sequence[int]) -> list[trees.Tree]:
 
     Args:
         batch: A tree whose tensors have one row per sample; what is no tensor goes to each part.
-        sizes: The rows of each microbatch, as ``compositions`` draws them: their sum is the rows of
-            the batch, and some may be 0.
+        sizes: The samples of each microbatch, as ``compositions`` draws them: their sum is the
+            samples of the batch, and some may be 0.
 
     Example:
         >>> import torch
@@ -131,7 +131,7 @@ class History(NamedTuple):
     The rule: cut it, accumulate each group of microbatches into a state, and merge the states.
 
     Attributes:
-        sizes: The rows of each microbatch, in the order of the batch.
+        sizes: The samples of each microbatch, in the order of the batch.
         groups: For each state, which microbatches it accumulates, and in which order.
         merges: How the states are merged, as ``merge_trees`` draws it.
 
@@ -161,7 +161,7 @@ class History(NamedTuple):
         Args:
             acc: An accumulator of ``loss_fn(params, batch)``, without aux.
             params: What is differentiated.
-            batch: A tree with ``sum(sizes)`` rows.
+            batch: A tree with ``sum(sizes)`` samples.
             donate: Whether each state is given up to the next ``update``.
         """
         parts = pieces(batch, self.sizes)
@@ -176,13 +176,13 @@ class History(NamedTuple):
 
 @st.composite
 def histories(draw: st.DrawFn, n: int) -> History:  # noqa: D417
-    """Every way to accumulate n rows; it shrinks to one microbatch and one state.
+    """Every way to accumulate n samples; it shrinks to one microbatch and one state.
 
-    Microbatches may have no rows, come in any order, and go into any number of states, some of
+    Microbatches may have no samples, come in any order, and go into any number of states, some of
     which may stay as ``init`` made them.
 
     Args:
-        n: How many rows.
+        n: How many samples.
 
     Example:
         >>> from hypothesis import find
@@ -220,7 +220,7 @@ class Fault(NamedTuple):
         """Replace all numbers in the floating-point tensors of one microbatch.
 
         Integers stay, tokens as well as a mask. Not every loss changes with them: where the weight
-        is zero or the microbatch has no rows, it need not.
+        is zero or the microbatch has no samples, it need not.
 
         Args:
             microbatches: Trees; none is changed.

@@ -42,11 +42,11 @@ def reduction(kind: Kind) -> Reduction:
 class ExactModel(NamedTuple):
     """A model, its parameters and a batch, with arithmetic that is exact in float32.
 
-    Sums over rows are exact, and so are means over a number of rows that is a power of two.
+    Sums over samples are exact, and so are means over a number of samples that is a power of two.
 
     Attributes:
         name: What kind of model it is.
-        per_row: ``per_row(params, batch)`` gives one loss per row; ``larger=`` replaces
+        per_row: ``per_row(params, batch)`` gives one loss per sample; ``larger=`` replaces
             ``torch.maximum``.
         params: A tree of float32 tensors.
         batch: The target ``"y"``, an int64 ``"mask"`` with zeros, and ``"x"`` or ``"tokens"``.
@@ -65,15 +65,15 @@ class ExactModel(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The rows of the batch."""
+        """The samples of the batch."""
         return len(self.batch["y"])
 
     def loss(self, kind: Kind) -> Callable[[trees.Tree, dict[str, Tensor]], Any]:
         """The loss ``loss_fn(params, batch)``, to go with ``reduction(kind)``.
 
         Args:
-            kind: The ``"sum"`` of the rows, their ``"mean"``, or their mean ``"weighted"`` by the
-                mask, which is a ``Weighted``.
+            kind: The ``"sum"`` of the samples, their ``"mean"``, or their mean ``"weighted"`` by
+                the mask, which is a ``Weighted``.
         """
 
         def sum_(params: trees.Tree, batch: dict[str, Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
     they shrink to a single linear layer with numbers from -1 to 3.
 
     Args:
-        rows: The rows of the batch, at least one. Some hundred leave no room for large numbers.
+        rows: The samples of the batch, at least one. Some hundred leave no room for large numbers.
         sparse: Whether embeddings with sparse gradients are drawn, too.
 
     Example:
@@ -180,7 +180,7 @@ def _losses(draw: st.DrawFn, rows: int, sparse: bool) -> ExactModel:
 
 
 Fill = Callable[[torch.Generator, int], tuple[Any, dict[str, Tensor]]]  # draws params and a batch
-Architecture = tuple[str, Callable[..., Tensor], Fill]  # a name, the losses per row
+Architecture = tuple[str, Callable[..., Tensor], Fill]  # a name, the losses per sample
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu": lambda h, larger: h.relu(),
