@@ -7,7 +7,7 @@ A function of the user's own counts by its name, and a partial by what it binds,
 function closes over may differ between ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from inspect import signature
 from typing import Any, TypeVar, cast
@@ -48,23 +48,31 @@ def settings_of(thing: Any, name: str) -> dict[str, str]:
 def _read(thing: Any, name: str) -> Iterator[tuple[str, str]]:
     is_record = isinstance(thing, tuple) and hasattr(thing, "_fields")
     function: Any = thing[0] if is_record and thing else thing
-    maker, parts = getattr(function, "made_by", ("", {}))
+    maker, made = getattr(function, "made_by", ("", {}))
+    parts: dict[str, Any] = {}
     if maker:
         yield name, maker
-        parts = {f".{key}": value for key, value in parts.items()}
+        parts = _named(made)
     elif is_record:
-        parts = {f".{key}": value for key, value in zip(thing._fields, thing, strict=True)}  # pyright: ignore
+        parts = _named(cast(Any, thing)._asdict())
     elif isinstance(thing, Mapping):
-        parts = {f".{key}": value for key, value in thing.items()}
-    elif isinstance(thing, (tuple, list)) and not all(map(_is_plain, thing)):
-        parts = {f"[{i}]": value for i, value in enumerate(thing)}
+        parts = _named(thing)
+    elif isinstance(thing, (tuple, list)) and not _is_plain(thing):
+        parts = _numbered(thing)
     elif isinstance(thing, partial):
-        parts = {"": thing.func, **{f"[{i}]": value for i, value in enumerate(thing.args)}}
-        parts |= {f".{key}": value for key, value in thing.keywords.items()}
+        parts = {"": thing.func} | _numbered(thing.args) | _named(thing.keywords)
     elif not isinstance(thing, torch.device):  # ranks have devices of their own
         yield name, _said(thing)
     for key, value in parts.items():
         yield from _read(value, f"{name}{key}")
+
+
+def _named(parts: Mapping[Any, Any]) -> dict[str, Any]:
+    return {f".{key}": value for key, value in parts.items()}
+
+
+def _numbered(parts: Sequence[Any]) -> dict[str, Any]:
+    return {f"[{i}]": value for i, value in enumerate(parts)}
 
 
 def _said(thing: Any) -> str:

@@ -14,6 +14,7 @@ from .._base import checks, dtensors, states, trees
 from .._base.torch_internals import modes
 from . import batches, coupling, engines, history, ledger, losses, seams, weights, windows, writes
 from .layers import order
+from .ledger import AccumState
 from .structures import Structures, structure_of, update_of
 from .sums import Kinds, Sums, kinds_of
 
@@ -31,9 +32,9 @@ class Accumulator(NamedTuple):
             sums as they are for a plain sum, float32 at least; over no weight zeros and NaN.
     """
 
-    init: Callable[[trees.Tree], ledger.AccumState]
+    init: Callable[[trees.Tree], AccumState]
     update: Callable[..., Any]
-    merge: Callable[[ledger.AccumState, ledger.AccumState], ledger.AccumState]
+    merge: Callable[[AccumState, AccumState], AccumState]
     finalize: Callable[..., tuple[trees.Tree, Tensor]]
 
 
@@ -114,38 +115,32 @@ def accumulator(
         structures=Structures(),
     )
 
-    def init(params: trees.Tree) -> ledger.AccumState:
+    def init(params: trees.Tree) -> AccumState:
         """The identity: a state of zeros."""
         leaves, _ = checks.read_params(params)
         count = len(leaves) if squares else None
         with checks.outside_inference_mode():
             return ledger.empty(trees.zeros(params, at_least), leaves[0].device, count)
 
-    def update(
-        state: ledger.AccumState, params: trees.Tree, *args: Any, donate: bool = False
-    ) -> Any:
+    def update(state: AccumState, params: trees.Tree, *args: Any, donate: bool = False) -> Any:
         """The state with one more microbatch, or ``(state, aux)``."""
         return _update(making, state, params, args, donate)
 
-    def merge(a: ledger.AccumState, b: ledger.AccumState) -> ledger.AccumState:
+    def merge(a: AccumState, b: AccumState) -> AccumState:
         """One state of two, in any order and grouping."""
         names = "the first state's grads", "the second state's grads"
         return ledger.merged(ledger.read_state(a), ledger.read_state(b), squares, names)
 
-    def finalize(state: ledger.AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
+    def finalize(state: AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
         """The gradients and the value: sums divided once."""
         by = losses.divisor(ledger.read_state(state).weight, ledger.plain_sum(state, reduction))
         value = losses.mean_value(state.total, by)
-        sums, spec = trees.flatten(state.grads)
-        own = donate and modes.may_write()
+        (sums, spec), own = trees.flatten(state.grads), donate and modes.may_write()
         grads = weights.divided(dtensors.resolved(sums), by, own=own)
-        return trees.unflatten(
-            spec, states.hand_over(trees.tree_leaves(state), grads) if own else grads
-        ), value
+        grads = states.hand_over(trees.tree_leaves(state), grads) if own else grads
+        return trees.unflatten(spec, grads), value
 
-    return Accumulator(
-        init, *(history.refusing_backward(f, *NO_GRAPH) for f in (update, merge, finalize))
-    )
+    return Accumulator(init, *map(not_followed, (update, merge, finalize)))
 
 
 class Accumulating(NamedTuple):
@@ -161,7 +156,7 @@ class Accumulating(NamedTuple):
 
 def _update(
     making: Accumulating,
-    state: ledger.AccumState,
+    state: AccumState,
     params: trees.Tree,
     args: tuple[Any, ...],
     donate: bool,
@@ -198,11 +193,14 @@ def _update(
     return (new, entry.aux) if rule.has_aux else new
 
 
-NO_GRAPH = (
-    "what an accumulator has summed",
-    "grad and grad_and_value of a batch at hand are followed by .backward(), and torch.func's "
-    "transforms follow an accumulator too. As constants they are x.detach().",
-)
+def not_followed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of an accumulator, whose results raise where ``.backward()`` reaches them."""
+    return history.refusing_backward(
+        method,
+        "what an accumulator has summed",
+        "grad and grad_and_value of a batch at hand are followed by .backward(), and torch.func's "
+        "transforms follow an accumulator too. As constants they are x.detach().",
+    )
 
 
 def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
@@ -217,14 +215,14 @@ def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
 
 
 def updated(
-    state: ledger.AccumState,
+    state: AccumState,
     loss: windows.GuardedLoss,
     batch: batches.Batch,
     part: seams.Portion,
     window: seams.Window,
     kinds: Kinds,
     donate: bool,
-) -> tuple[ledger.AccumState, weights.Microbatch]:
+) -> tuple[AccumState, weights.Microbatch]:
     """The state with one more microbatch, and the entry of that microbatch.
 
     ``batch`` is the microbatch as it was read, and ``part`` as the loss is given it.

@@ -24,7 +24,9 @@ from . import (
     writes,
 )
 from .layers import order
+from .seams import Rule, Window
 from .sums import kinds_of
+from .writes import Given
 
 
 @auto_size.automatic
@@ -95,20 +97,18 @@ def grad_and_value(
         <https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html>`_
     """
     rule = order.check_rule(
-        seams.Rule(has_aux=has_aux, reduction=reduction, nonfinite=nonfinite, engine=engine)
+        Rule(has_aux=has_aux, reduction=reduction, nonfinite=nonfinite, engine=engine)
     )
     at_least = checks.check_dtype(dtype)
-    wrt, cut = (
-        checks.check_argnums(argnums, "argnums"),
-        checks.check_argnums(batch_argnums, "batch_argnums"),
-    )
+    wrt = checks.check_argnums(argnums, "argnums")
+    cut = checks.check_argnums(batch_argnums, "batch_argnums")
     checks.check_disjoint(wrt, cut)
     reductions.check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else batches.check_sizes(microbatch_size)
     known = writes.known_of(func)
     told = losses.advising(func, *cut, wrt=wrt)
 
-    def by_rule(rule: seams.Rule, /, *args: Any, **kwargs: Any) -> Any:
+    def by_rule(rule: Rule, /, *args: Any, **kwargs: Any) -> Any:
         at = checks.positions(wrt, len(args), "argnums")
         cut_at = checks.positions(cut, len(args), "batch_argnums")
         checks.check_disjoint(at, cut_at)
@@ -122,21 +122,15 @@ def grad_and_value(
             return told(*filled, **kwargs)
 
         batch = {i: args[i] for i in cut_at}
-        if size is not None:
+        if size is None:
+            parts = whole_batch.not_cut(batch)
+        else:
             checks.refuse_autocast_cache(leaves)
-        parts = (
-            whole_batch.not_cut(batch)
-            if size is None
-            else whole_batch.read_cut(batch, size, has_aux)
-        )
-        given = (
-            writes.Given("args", leaves, spec),
-            writes.Given("args", parts.batch.leaves, parts.batch.spec),
-        )
+            parts = whole_batch.read_cut(batch, size, has_aux)
+        given = Given("args", leaves, spec), Given("args", parts.batch.leaves, parts.batch.spec)
         question = whole_batch.question_about(parts, rule) if check else None
         loss = windows.GuardedLoss(loss_of, known, given, question)
-        divides = 1.0 if parts.untouched else float(sum(parts.sizes))
-        window = seams.Window(rule=rule, divides=divides)
+        window = Window(rule=rule, divides=1.0 if parts.untouched else float(sum(parts.sizes)))
         kinds = kinds_of(leaves, [trees.accumulation_dtype(x.dtype, at_least) for x in leaves])
         flow = ledger.Flow(aux_reduction="last" if size is None else aux_reduction)
         with checks.outside_inference_mode():

@@ -18,6 +18,7 @@ from torch import Tensor
 from .._base import checks, dtensors, sharded_rows, states, trees
 from .._base.torch_internals import modes
 from .._core import accumulator, history, ledger, losses, reductions, writes
+from .._core.ledger import AccumState
 from . import by_layers, chunks, reducers, scaling
 
 
@@ -192,22 +193,17 @@ def per_sample_accumulator(  # noqa: D417
     (how, at_least), reducer = _read(how, reduce, dtype), reducers.read_reduce(reduce)
     batches, known = checks.check_argnums(batch_argnums, "batch_argnums"), writes.known_of(func)
 
-    def init(params: trees.Tree) -> ledger.AccumState:
+    def init(params: trees.Tree) -> AccumState:
         """The state of no samples."""
         leaves, _ = checks.read_params(params)
-        dtensors.refuse_sharded(
-            leaves, "params", "per_sample_grad is what takes them, with reduce=..."
-        )
+        taker = "per_sample_grad is what takes them, with reduce=..."
+        dtensors.refuse_sharded(leaves, "params", taker)
         with checks.outside_inference_mode():
             like = chunks.like_transformed(how.transform, params)
-            sums = reducer.init(like, at_least)
-            return ledger.empty(
-                sums, leaves[0].device, len(trees.tree_leaves(like)) if squares else None
-            )
+            count = len(trees.tree_leaves(like)) if squares else None
+            return ledger.empty(reducer.init(like, at_least), leaves[0].device, count)
 
-    def update(
-        state: ledger.AccumState, params: trees.Tree, *args: Any, donate: bool = False
-    ) -> Any:
+    def update(state: AccumState, params: trees.Tree, *args: Any, donate: bool = False) -> Any:
         """The state with the samples of one more batch, and aux and metrics if there are any."""
         ledger.check_squares(ledger.read_state(state), squares)
         call, given = lambda params, *args: func(params, *args[1:]), (params, *args)
@@ -217,23 +213,20 @@ def per_sample_accumulator(  # noqa: D417
             new = _with_chunks(state, reducer, seen, in_place)
         return chunks.with_beside(_handed_over(state, new) if in_place else new, beside, how)
 
-    def merge(a: ledger.AccumState, b: ledger.AccumState) -> ledger.AccumState:
+    def merge(a: AccumState, b: AccumState) -> AccumState:
         """One state of two, in any order and grouping."""
         for state in (a, b):
             ledger.check_squares(ledger.read_state(state), squares)
         grads = reducer.merge(a.grads, b.grads)
         return trees.add(a._replace(grads=()), b._replace(grads=()))._replace(grads=grads)
 
-    def finalize(state: ledger.AccumState) -> tuple[Any, Tensor]:
+    def finalize(state: AccumState) -> tuple[Any, Tensor]:
         """What ``reduce`` makes of the gradients, and the value."""
         value = losses.mean_value(ledger.read_state(state).total, losses.divisor(state.weight))
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value
 
-    return accumulator.Accumulator(
-        init,
-        *(history.refusing_backward(f, *accumulator.NO_GRAPH) for f in (update, merge, finalize)),
-    )
+    return accumulator.Accumulator(init, *map(accumulator.not_followed, (update, merge, finalize)))
 
 
 # DTensors: each rank takes the samples that it has, with whole parameters ----------------------
@@ -307,11 +300,11 @@ def _joined(seen: Iterable[chunks.Chunk], params: trees.Tree, how: chunks.Sampli
 
 
 def _with_chunks(
-    state: ledger.AccumState,
+    state: AccumState,
     reducer: reducers.ChunkReducer,
     given: Iterable[chunks.Chunk],
     in_place: bool,
-) -> ledger.AccumState:
+) -> AccumState:
     """The state with some chunks, one by one; an error after the first spoils a state in place."""
     new, begun = state if in_place else _clone(state), False
     try:
@@ -326,8 +319,8 @@ def _with_chunks(
 
 
 def _with_chunk(
-    state: ledger.AccumState, reducer: reducers.ChunkReducer, chunk: chunks.Chunk
-) -> ledger.AccumState:
+    state: AccumState, reducer: reducers.ChunkReducer, chunk: chunks.Chunk
+) -> AccumState:
     value, weight, squares = chunk.value, len(chunk.value), state.squares
     if isinstance(chunk.weight, Tensor):
         value = torch.where(losses.counts(value, chunk.weight), value, 0.0)
@@ -345,7 +338,7 @@ def _with_chunk(
     )
 
 
-def _handed_over(state: ledger.AccumState, new: ledger.AccumState) -> ledger.AccumState:
+def _handed_over(state: AccumState, new: AccumState) -> AccumState:
     """The new state; the old one is marked. A reducer of the user's may hold numbers in it."""
     kept, spec = trees.flatten(new)
     tensors = [
@@ -355,5 +348,5 @@ def _handed_over(state: ledger.AccumState, new: ledger.AccumState) -> ledger.Acc
     return trees.unflatten(spec, [next(renewed) if isinstance(x, Tensor) else x for x in kept])
 
 
-def _clone(state: ledger.AccumState) -> ledger.AccumState:
+def _clone(state: AccumState) -> AccumState:
     return trees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
