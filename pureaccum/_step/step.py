@@ -261,7 +261,7 @@ def _compiled(
     def in_sizes(state: TrainState, batch: trees.Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
         flat = batches.read_batch(batch)
         batches.sizes_of_batch(batches.rows_to_cut(flat), size)
-        return step.window(state, batches.cut_batch(flat, size), *shared)
+        return window(state, batches.cut_batch(flat, size), *shared)
 
     return made._replace(whole=in_sizes, form=lambda *_: "loop"), graphs_of
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import pureaccum as pa
 from tests.problems import in_a_window
-from tests.step.problems import assert_close, counting, pair
+from tests.step.problems import assert_close, counting, loss, make_batch, make_params, pair
 from tests.step.test_memory_report import allocated
 
 
@@ -135,6 +135,16 @@ def test_no_other_size_is_open():
         for length in (2, 3):
             ours(ours.init(torch.ones(width, width)), torch.ones(8, length, width))
     assert seen == [[]] * 4
+
+
+def test_each_microbatch_of_a_list_of_sizes_goes_through_a_graph():
+    """One of two sizes, so two graphs; and what they come to is what the eager step comes to."""
+    settings, graphs = counting()
+    ours, eager = pair(loss, pa.sgd(0.5), microbatch_size=[2, 3, 2], compile=settings)
+    state, batch = eager.init(make_params()), make_batch(rows=7)
+    assert ours.form(state, batch) == "loop"
+    assert_close(ours(state, batch), eager(state, batch))
+    assert len(graphs) >= 2
 
 
 @pytest.mark.slow
