@@ -187,8 +187,8 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     if lead != x.shape[: len(lead)] or key.device != x.device:
         raise ValueError(
             f"key has shape {tuple(key.shape)} on {key.device} where x has {tuple(x.shape)} on "
-            f"{x.device}; expected, on the device of x, one key for all of x, or one key per row: "
-            "shape (rows, 2), as from fold_in(key, torch.arange(rows))."
+            f"{x.device}; expected, on the device of x, one key for all of x, or one key per "
+            "sample: shape (rows, 2), as from fold_in(key, torch.arange(rows))."
         )
     if p == 0:
         return x

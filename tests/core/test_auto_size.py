@@ -353,7 +353,7 @@ def test_sizes_are_tried_without_the_compiler():
         if not torch.compiler.is_compiling():
             called.append(len(batch))
             if len(batch) > 4:
-                raise torch.OutOfMemoryError("so many rows")
+                raise torch.OutOfMemoryError("so many samples")
         return (params * batch).square().mean()
 
     options = {"microbatch_size": "auto", "compile": {"backend": "eager"}}

@@ -30,7 +30,7 @@ UNCUT = {
     "fewer rows": (
         {"x": X, "y": torch.ones(3, 5)},
         ValueError,
-        ("['y'] has 3 rows (shape (3, 5))", "['x'] has 4 (shape (4, 2))", "one row per sample"),
+        ("['y'] has 3 samples (shape (3, 5))", "['x'] has 4 (shape (4, 2))", "one row per sample"),
     ),
     "0-d": ({"x": X, "y": torch.tensor(2.0)}, ValueError, ("['y'] is a 0-d tensor", "scalar")),
     "only 0-d": (torch.tensor(2.0), ValueError, (" is a 0-d tensor", "one row per sample")),
@@ -169,7 +169,7 @@ def test_a_tensor_that_torch_does_not_split_is_taken_whole(x, whole):
 
 def test_a_nested_tensor_of_other_rows_is_named():
     for nested in (JAGGED, torch.nested.nested_tensor(PARTS)):
-        with refused(ValueError, "['y'] has 3 rows (shape (3,)) where", "['x'] has 4 ("):
+        with refused(ValueError, "['y'] has 3 samples (shape (3,)) where", "['x'] has 4 ("):
             SUMMED(squares, PARAMS, {"x": nested, "y": torch.ones(3)}, size=None)
 
 
@@ -222,14 +222,14 @@ def test_what_no_graph_can_be_given_is_refused_by_a_compiled_step():
     for size in (2, None):
         step = pa.make_step(squares, pa.sgd(0.1), microbatch_size=size, **graphs)
         state = step.init(PARAMS)
-        with refused(TypeError, "batch['y'] is a list of", "one for each row", "compile"):
+        with refused(TypeError, "batch['y'] is a list of", "one for each sample", "compile"):
             step(state, texts)
     with refused(TypeError, "microbatch['y'] is a list of 4 strs"):
         step.window(state, [texts])
 
 
 def test_several_batches_that_disagree_are_named_by_their_arguments():
-    with refused(ValueError, "args[2] has 3 rows", "args[1]['x'] has 4"):
+    with refused(ValueError, "args[2] has 3 samples", "args[1]['x'] has 4"):
         pa.grad(squares, batch_argnums=(1, 2), microbatch_size=2)(
             PARAMS, make_batch(), torch.ones(3)
         )

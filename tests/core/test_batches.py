@@ -132,7 +132,7 @@ def test_any_container_gives_the_bits_of_the_whole_batch(name, seed, sizes):
 
 def test_paths_are_as_one_writes_them():
     whole = CONTAINERS["dataclass"](batch_of(0) | {"more": Encoding(y=torch.ones(2))})
-    with pytest.raises(ValueError, match=r"args\[1\]\.more\['y'\] has 2 rows"):
+    with pytest.raises(ValueError, match=r"args\[1\]\.more\['y'\] has 2 samples"):
         pa.grad(loss, microbatch_size=2)(torch.ones(2), whole)
 
 

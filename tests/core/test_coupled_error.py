@@ -169,7 +169,7 @@ CASES = {
         lambda p, b: each(p, b).mean() + masked_mean(p, b),
         "several means",
         "",
-        'a.sum() / batch["rows"] + b.sum() / batch["tokens"]',
+        'a.sum() / batch["samples"] + b.sum() / batch["tokens"]',
         summed(lambda p, b: each(p, b) * (1 / ROWS + b["mask"] / BATCH["mask"].sum())),
         reduction="sum",
     ),

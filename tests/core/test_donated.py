@@ -293,7 +293,7 @@ LOSSES = {leaf: make_bad(leaf) for leaf in ("w", "large")} | {"the loss": nan_lo
 def test_raise_names_the_leaf_or_the_loss_and_the_microbatch(engine, bad):
     gradient = pa.grad(LOSSES[bad], microbatch_size=2, nonfinite="raise", engine=engine)
     what = bad if bad == "the loss" else f"gradient of args[0]['{bad}']"
-    named = f"{what} of microbatch 2 (from row 4)"
+    named = f"{what} of microbatch 2 (from sample 4)"
     with unchanged(LEAVES), saying(FloatingPointError, named, *CAUSES) as caught:
         gradient(LEAVES, calls.make_batch(6))
     assert not any(f"'{leaf}'" in str(caught.value) for leaf in LEAVES if leaf != bad)

@@ -192,7 +192,7 @@ def test_a_loss_that_fails_on_rows_is_told_which_argument_may_be_a_batch(call, l
     with unchanged((W, x, y)), pytest.raises(Exception, match=r"16") as caught:
         call(loss, W, x, y)
     (note,) = [note for note in notes_of(caught.value) if "batch_argnums" in note]
-    assert "argument 2 has 16 rows" in note
+    assert "argument 2 has 16 samples" in note
     assert torch.isfinite(loss(W, x, y))
 
 
@@ -202,7 +202,7 @@ def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind():
     behind = lambda w, y, x: loss(w, x, y)  # noqa: E731
     options = {"microbatch_size": PART}
     for call, words in (
-        (lambda: pa.grad(named, **options)(W, WIDE, y=LABELS), "argument 'y' has 16 rows"),
+        (lambda: pa.grad(named, **options)(W, WIDE, y=LABELS), "argument 'y' has 16 samples"),
         (
             lambda: pa.grad(behind, batch_argnums=-1, **options)(W, LABELS, WIDE),
             "argument 1 has 16",
@@ -211,7 +211,7 @@ def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind():
             lambda: pa.microbatch(
                 lambda w, *, x, y: loss(w, x, y), batch_argnums=(), batch_argnames="x", **options
             )(W, x=WIDE, y=LABELS),
-            "argument 'y' has 16 rows",
+            "argument 'y' has 16 samples",
         ),
     ):
         with pytest.raises(RuntimeError) as caught:
@@ -226,7 +226,7 @@ SILENT = {  # errors for other reasons
     "a key": lambda w, x, y: {}["16"],
     "shapes of its own": lambda w, x, y: x @ torch.ones(5),
     "rows of its own": lambda w, x, y: x + torch.ones(7, 1),
-    "a number": lambda w, x, y: int("16 rows"),
+    "a number": lambda w, x, y: int("16 samples"),
 }
 
 
@@ -264,9 +264,9 @@ def test_what_apply_returns_is_a_pair(call, use):
 Aux = Callable[[Tensor], Any]
 ELSE = ("'sum'", "'mean'", "'stack'", "'last'")
 NOT_REDUCED = {
-    "0-d": ("concat", lambda x: x.sum(), ValueError, ("shape ()", "2 rows", *ELSE)),
-    "other rows": ("concat", lambda x: x[:1], ValueError, ("shape (1, 2)", "2 rows", *ELSE)),
-    "columns": ("concat", lambda x: x.new_ones(3), ValueError, ("shape (3,)", "2 rows", *ELSE)),
+    "0-d": ("concat", lambda x: x.sum(), ValueError, ("shape ()", "2 samples", *ELSE)),
+    "other rows": ("concat", lambda x: x[:1], ValueError, ("shape (1, 2)", "2 samples", *ELSE)),
+    "columns": ("concat", lambda x: x.new_ones(3), ValueError, ("shape (3,)", "2 samples", *ELSE)),
     "a word": ("concat", lambda x: "rows", ValueError, ("is a str", *ELSE)),
     "a number": ("concat", lambda x: 1.5, ValueError, ("is a float", *ELSE)),
     "a stacked word": ("stack", lambda x: "rows", ValueError, ("is a str", "a tensor", "'last'")),
@@ -357,6 +357,6 @@ def test_an_aux_that_changes_its_structure_is_refused(transform, changed):
 def test_an_aux_of_no_rows_is_refused(transform):
     """The loss is never called: nobody knows what its aux would look like."""
     loss = with_aux(lambda x: x)
-    words = ("no rows", "no aux", "has_aux=True")
+    words = ("no samples", "no aux", "has_aux=True")
     with refused(ValueError, *words, given=PARAMS, loss=loss):
         run(transform, loss, "concat", 0)

@@ -235,7 +235,7 @@ def test_what_is_no_stream_is_refused():
     for batch, options, told in (
         ([], {}, "the stream gave no batch, and there is no value"),
         ([], {"microbatch_size": "auto"}, "'auto' came with a stream"),
-        ([(torch.ones(3), torch.ones(2))], {}, "has 2 rows"),
+        ([(torch.ones(3), torch.ones(2))], {}, "has 2 samples"),
     ):
         with pytest.raises(ValueError, match=told):
             value(batch, **options)

@@ -72,7 +72,7 @@ ARGUMENTS = {  # of a function that returns its samples, and is never called
     **{
         f"sizes {sizes} of {name}": (
             lambda f, of=of, sizes=sizes: of(f, microbatch_size=sizes)(W, X),
-            *(f"microbatch_size={list(sizes)}", f"{sum(sizes)} rows", "the batch has 4"),
+            *(f"microbatch_size={list(sizes)}", f"{sum(sizes)} samples", "the batch has 4"),
         )
         for name, of in SIZED.items()
         for sizes in ((2, 1), [4, 1], ())

@@ -276,7 +276,7 @@ def test_at_one_row_the_error_comes_out_and_says_what_was_tried():
     ):
         step(state, make_batch())
     assert caught.value is errors[3]
-    assert "tried 8, 4, 2, 1 of 8 rows" in caught.value.__notes__[0]
+    assert "tried 8, 4, 2, 1 of 8 samples" in caught.value.__notes__[0]
     assert_trees_bitwise_equal(
         step(state, {"x": torch.ones(8, 4)})[1].microbatches, torch.tensor(1)
     )

@@ -71,7 +71,7 @@ def test_calls(make):
         make(batch_argnums=7)(PARAMS, BATCH, V)
     with saying(ValueError, "batch_argnums names argument -1", "from the left", "v comes after"):
         make(batch_argnums=-1)
-    with saying(ValueError, "microbatch_size", "stream", "a number of rows"):
+    with saying(ValueError, "microbatch_size", "stream", "a number of samples"):
         make(microbatch_size="auto", stream=True)
     with saying(ValueError, "reduction is 'max'"):
         make(reduction="max")(PARAMS, BATCH, V)
@@ -133,7 +133,7 @@ def test_losses():
         fisher_vp(squares)(*args)
     with saying(ValueError, "losses gave a tuple", "shape (rows,)"):
         fisher_vp(lambda p, b: (rows(p, b), 1))(*args)
-    with saying(ValueError, "the weights of the losses are 1.0", "(4,)", "each row"):
+    with saying(ValueError, "the weights of the losses are 1.0", "(4,)", "each sample"):
         fisher_vp(lambda p, b: pa.Weighted(rows(p, b), 1.0))(*args)
 
     def own(params, batch):

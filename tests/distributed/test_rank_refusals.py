@@ -68,7 +68,9 @@ def test_what_ranks_cannot_do_is_refused(rank, world):
     step = pa.make_step(lambda w, x, keys: loss(w, x), pa.sgd(), keys=True, group=everyone)
     begun = step.init(torch.ones(2))
     window = step.begin(begun)
-    with pytest.raises(ValueError, match=r"the same keys\. Say how many rows come before it, on"):
+    with pytest.raises(
+        ValueError, match=r"the same keys\. Say how many samples come before it, on"
+    ):
         step.update(begun, window, torch.ones(3, 2))
     for offset, error in (
         (-1, ValueError),
@@ -76,7 +78,9 @@ def test_what_ranks_cannot_do_is_refused(rank, world):
         (1.0, TypeError),
         (True, TypeError),
     ):
-        with pytest.raises(error, match=f"offset is {offset!r}.*; expected the rows of this step"):
+        with pytest.raises(
+            error, match=f"offset is {offset!r}.*; expected the samples of this step"
+        ):
             step.update(begun, window, torch.ones(3, 2), offset=offset)
     mesh = init_device_mesh("cpu", (world,))
     spread = distribute_tensor(torch.ones(2), mesh, [Replicate()])

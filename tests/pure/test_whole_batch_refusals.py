@@ -113,12 +113,14 @@ def test_a_condition_on_how_many_rows_there_are_is_refused(condition, swallowing
                 return x
             raise
 
-    refuses(of(func), "module (Of) cannot be cut", "must not depend on how many rows it is given")
+    refuses(
+        of(func), "module (Of) cannot be cut", "must not depend on how many samples it is given"
+    )
 
 
 def test_what_is_done_row_by_row_is_refused_where_microbatches_differ():
     module = of(lambda self, x: torch.stack([x[i] * 2 for i in range(x.shape[0])]))
-    with refused(RuntimeError, "module (Of) computes for 1 rows", "depends on how many rows"):
+    with refused(RuntimeError, "module (Of) computes for 1 samples", "depends on how many samples"):
         calls(module)
     torch.testing.assert_close(calls(module, size=2)[1], 2 * module.body(X))
 
@@ -314,7 +316,7 @@ def test_options_of_a_module_that_make_no_sense_are_refused():
             pa.functional(module, microbatch_size=size)
     with refused(ValueError, "keep is 'disk'; expected 'device' or 'host'"):
         pa.functional(module, microbatch_size=3, keep="disk")
-    with refused(ValueError, "microbatch_size=[3, 3] are 6 rows", "has 4"):
+    with refused(ValueError, "microbatch_size=[3, 3] are 6 samples", "has 4"):
         calls(module, size=[3, 3])
 
 
@@ -443,7 +445,9 @@ def test_a_cut_around_a_cut_is_refused():
         lambda: step(step.init(fn.params), X),
         lambda: torch.func.grad(pa.value(loss, microbatch_size=3))(fn.params, X),
     ):
-        with refused(RuntimeError, "module.1 (BatchNorm1d) couples all rows", "a cut around a cut"):
+        with refused(
+            RuntimeError, "module.1 (BatchNorm1d) couples all samples", "a cut around a cut"
+        ):
             around()
     one = pa.microbatch(loss, microbatch_size=4, reduce="mean")(fn.params, X)
     torch.testing.assert_close(one, loss(fn.params, X))
@@ -521,7 +525,7 @@ def test_arguments_that_do_not_fit_are_refused(mode):
     called(X, 2.0, mask=X)
     with saying((TypeError, ValueError), "missing 1 required positional argument: 'scale'"):
         called(X)
-    with refused(ValueError, "args['mask'] has 3 rows", "args[0] has 4"):
+    with refused(ValueError, "args['mask'] has 3 samples", "args[0] has 4"):
         called(X, X, mask=X[:3])
     with refused(ValueError, "args[1] is a 0-d tensor"):
         called(X, torch.tensor(2.0))
@@ -552,7 +556,7 @@ def test_tensors_between_levels_without_rows_are_refused():
     module = nn.Sequential(norm(), nn.BatchNorm1d(3))
     module.insert(1, of(lambda self, x: x.mean(0, keepdim=True)))
     with saying(
-        ValueError, "'mean' in module.1 (Of) has shape (1, 3) for 3 rows; what lies between two"
+        ValueError, "'mean' in module.1 (Of) has shape (1, 3) for 3 samples; what lies between two"
     ):
         calls(module)
 
@@ -566,7 +570,7 @@ def test_shapes_that_batch_norm_refuses_are_refused_in_its_words():
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_too_few_rows_are_refused(rows):
-    words = ("more than one value per channel", "a batch without rows")[rows == 0]
+    words = ("more than one value per channel", "a batch without samples")[rows == 0]
     module = norm()
     with refused(ValueError, "module.1 (BatchNorm1d)", words):
         calls(module, X[:rows])

@@ -344,7 +344,7 @@ def test_samples_of_a_batch_without_rows_have_gradient_zero(func, engine):
     clipped = pa.clipped_sum(called, 1.0, engine=engine)(PARAMS, empty)
     assert_trees_bitwise_equal(clipped, (zeros, torch.zeros(0)))
     for options in ({"has_aux": True}, {"metrics": lambda grad, value: value}):
-        with refused(ValueError, "no rows", "need one row", loss=called):
+        with refused(ValueError, "no samples", "need one sample", loss=called):
             pa.per_sample_grad(called, engine=engine, **options)(PARAMS, empty)
     assert called.calls == 0
 

@@ -79,7 +79,8 @@ _BATCH_NORM = Refused(
 REFUSED = {
     ("inside", "batch norm"): Refused(
         NO_MEANING,
-        "it is a cut around a cut: a BatchNorm that is given some rows has not the moments of all",
+        "it is a cut around a cut: a BatchNorm that is given some samples has not the moments of "
+        "all",
         "a cut around a cut",
     ),
     ("inside", "buffers"): Refused(

@@ -373,7 +373,7 @@ CALLS = {
         for batch in ({}, {"x": 1.0}, None)
     },
     "0-d": ({}, NONE_ROWS, True, ValueError, ("['x'] is a 0-d tensor", "one row per sample")),
-    "ragged": ({}, RAGGED, True, ValueError, ("['y'] has 2 rows", "['x'] has 3")),
+    "ragged": ({}, RAGGED, True, ValueError, ("['y'] has 2 samples", "['x'] has 3")),
     "a scalar": returning(squares, "the loss returned a Tensor", "has_aux=False", PAIR, **BUFFERED),
     "Weighted": returning(
         lambda p, b: pa.Weighted(squares(p, b), 1.0),
@@ -408,7 +408,7 @@ CALLS = {
     "no aux": returning(squares, "has_aux=True", "(loss, aux)", whole=True, **AUX),
     "aux of no rows": returning(
         with_rows,
-        *("no rows", "has_aux=True"),
+        *("no samples", "has_aux=True"),
         error=ValueError,
         batch=make_batch(0),
         whole=True,
@@ -460,7 +460,7 @@ def test_raise_names_the_microbatch(donate):
     step = make(nonfinite="raise", donate=donate)
     state, bad = step.init(PARAMS), make_batch(4)
     bad["x"][3] = torch.nan
-    with refused(FloatingPointError, "loss of microbatch 1 (from row 2)", given=(state, bad)):
+    with refused(FloatingPointError, "loss of microbatch 1 (from sample 2)", given=(state, bad)):
         step(state, bad)
     window = step.update(state, step.begin(state), BATCH)
     with refused(FloatingPointError, "loss of microbatch 1:", given=(state, window, bad)):

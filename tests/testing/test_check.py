@@ -213,8 +213,8 @@ NO_GRADIENT, SPLITS = "A loop returns the gradient", [[[4, 5]], [[8, 0]], [[]], 
 REFUSED = [  # in place of the arguments of a loss that fits
     (TypeError, "loss_fn is of type int", {"loss_fn": 3}),
     (TypeError, "params", {"params": torch.ones(3, dtype=torch.int64)}),
-    (ValueError, "batch has 1 row;", {"batch": X[:1]}),
-    (ValueError, "batch has 0 rows;", {"batch": X[:0]}),
+    (ValueError, "batch has 1 sample;", {"batch": X[:1]}),
+    (ValueError, "batch has 0 samples;", {"batch": X[:0]}),
     (ValueError, "no tensor", {"batch": {"n": 3}}),
     (TypeError, r"batch is a tensor of layout .*x\.to_dense\(\)", {"batch": to_csr(X)}),
     (ValueError, "reduction", {"reduction": "median"}),
@@ -376,14 +376,14 @@ def test_a_report_is_a_readable_table():
     report = report_of(lambda w, x: squares(w["w"], x) * len(x), {"w": W})
     head, blank, columns, value, weight, *rest = str(report).splitlines()
     assert head == (
-        f"does not fit: 2 of 2 leaves are off (a mean over 8 rows, {report.splits} splits, "
+        f"does not fit: 2 of 2 leaves are off (a mean over 8 samples, {report.splits} splits, "
         "in float64)"
     )
     assert not blank
     assert columns.split()[0] == "leaf"
     assert value.startswith("value ")
     assert weight.startswith("params['w'] ")
-    assert "rows " in value
+    assert "samples " in value
     assert any(line.startswith("sum as mean: ") for line in rest)
     assert rest[-1].startswith('    pa.grad(loss, microbatch_size=..., reduction="sum")')
     assert max(map(len, rest)) <= 110

@@ -188,7 +188,10 @@ def test_weights_that_are_redrawn_are_the_old_ones_or_nothing(rows, seed, dims):
 
 MASKED = {"x": X, "m": torch.tensor([0.0, 1.0, 4.0, 0.0, 2.0, 2.0, 3.0, 1.0])}
 ADDED = "the weights of two microbatches are 1 and 1, that of both together is 1"
-WEIGHTS = "rows weigh 0 (row 0), 1 (row 1), 4 (row 2), 0 (row 3), 2 (row 4), 2 (row 5), …"
+WEIGHTS = (
+    "samples weigh 0 (sample 0), 1 (sample 1), 4 (sample 2), 0 (sample 3), 2 (sample 4), "
+    "2 (sample 5), …"
+)
 
 
 def total(w, batch):
@@ -208,7 +211,7 @@ EXPERIMENTS = {
     "weights": (mean, "mean of means", WEIGHTS),
     "weights that are not": (lambda w, b: pa.Weighted(mean(w, b), 1), "weight", ADDED),
     "a mean": (lambda w, b: pa.Weighted(mean(w, b), b["m"].sum()), "weight", "a mean already"),
-    "places": (lambda w, b: (b["x"] @ w).cumsum(0).sum(), COUPLED, "the order of the rows, too"),
+    "places": (lambda w, b: (b["x"] @ w).cumsum(0).sum(), COUPLED, "the order of the samples, too"),
     "a norm": (lambda w, b: F.batch_norm(b["x"] * w, 0 * W, 0 * W + 1).amax(), COUPLED, "a mean."),
     "Python": (lambda w, b: squares(w, b["x"] + random.random()), RANDOM, "Python's generator"),
     "NumPy": (lambda w, b: squares(w, b["x"] + np.random.random()), RANDOM, "NumPy's generator"),
@@ -302,11 +305,11 @@ def test_a_report_is_the_table_made_by_hand():
     assert table.splitlines()[:4] == [
         "leaf    error / bound  d / full  smallest split that shows it",
         "value             0.5         0",
-        "params        1.2e+04         –  rows 0 3 | 5",
-        "b                 inf   1.0e-03  20 rows | 1 rows",
+        "params        1.2e+04         –  samples 0 3 | 5",
+        "b                 inf   1.0e-03  20 samples | 1 samples",
     ]
     assert str(report).startswith("does not fit: 2 of 3 leaves ")
-    assert "(a sum over 21 rows, 3 splits, " in str(report)
+    assert "(a sum over 21 samples, 3 splits, " in str(report)
     assert str(report).endswith("kind: why.\n    mend")
     fine = report._replace(leaves=leaves[:1])
     assert str(fine).startswith("does not fit")

@@ -86,7 +86,7 @@ def test_a_sum_that_is_declared_one_is_not_blamed_for_it():
     x = X[X[:, 0].sort().indices]
     (found,) = report_of(loss, PARAMS, x, reduction="sum").diagnoses
     assert found.kind == "batch coupling"
-    assert "depends on the order of the rows" in found.says
+    assert "depends on the order of the samples" in found.says
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def test_dropout_is_named():
         ),
         ((right, MODEL, FULL), {"max_norm": 0}, ValueError, "max_norm is 0"),
         ((right, nn.Tanh(), FULL), {}, ValueError, "no parameter that requires a gradient"),
-        ((right, MODEL, {"x": torch.ones(1, 4)}), {}, ValueError, "batch has 1 row;"),
+        ((right, MODEL, {"x": torch.ones(1, 4)}), {}, ValueError, "batch has 1 sample;"),
         ((lambda m, o, p: None, MODEL, FULL), {}, ValueError, "never called"),
         ((lambda m, o, p: right(MODEL, o, p), MODEL, FULL), {}, ValueError, "no parameter moves"),
         ((right, MODEL, FULL), {"splits": [[5, 5]]}, ValueError, "sizes of at least two"),

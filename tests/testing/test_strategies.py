@@ -485,7 +485,7 @@ def test_every_kind_of_model_is_drawn(word):
     [
         (lambda: losses(0), "rows is 0; expected at least one"),
         (lambda: merge_trees(0), "n is 0; expected at least one state"),
-        (lambda: compositions(-1), "n is -1; expected a number of rows"),
+        (lambda: compositions(-1), "n is -1; expected a number of samples"),
         (lambda: faults(0), "parts is 0; expected at least one microbatch"),
     ],
 )

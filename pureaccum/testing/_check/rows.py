@@ -299,7 +299,7 @@ def _weight_beside(loss: LossOfRows, base: int, row: int) -> float | None:
 
 
 def _in_words(weights: dict[int, float]) -> str:
-    shown = [f"{weight:.3g} (row {row})" for row, weight in list(weights.items())[:6]]
+    shown = [f"{weight:.3g} (sample {row})" for row, weight in list(weights.items())[:6]]
     return ", ".join(shown) + (", …" if len(weights) > 6 else "")
 
 
