@@ -395,10 +395,10 @@ def rows_are_cut_by_each_rank():
         assert torch.equal(part["x"].to_local(), of_rank[dist.get_rank()])
         assert torch.equal(part["x"].full_tensor(), torch.cat(of_rank))
     assert [len(p["x"]) for p in pa.microbatches(dbatch, 12)] == [12, 4]
-    with refused(ValueError, "a microbatch has 5 samples", "multiple of 2"):
+    with refused(ValueError, "a microbatch has 5 rows", "multiple of 2"):
         pa.microbatches(dbatch, 5)
     odd = {"x": distribute_tensor(batch["x"][:13], mesh_of(), [S0])}
-    with refused(ValueError, "the batch has 13 samples", "multiple of 2"):
+    with refused(ValueError, "the batch has 13 rows", "multiple of 2"):
         pa.microbatches(odd, 4)
     for other in (batch["y"], distribute_tensor(batch["y"], mesh_of(), [R])):
         with refused(ValueError, "in different ways", "one placement along dim 0"):

@@ -22,7 +22,7 @@ MAKERS = {
 GRADS, TRANSFORMS = ("grad", "grad_and_value"), ("grad", "grad_and_value", "value")
 BOTH = ("batch_argnums", "differentiated")
 SIZES = [(0, ValueError), (-1, ValueError), *((s, TypeError) for s in (True, 2.0, "2", {2}))]
-SIZED = ("an int of at least 1", "rows")
+SIZED = ("an int of at least 1", "samples")
 
 
 def named(name, argnums):

@@ -311,7 +311,7 @@ def other_calls():
     window = step.update(state, step.begin(state), BATCH, offset=0)
     calls = {
         "step.init": lambda: step.init(PARAMS),
-        r"step\(state, batch\), where rows get keys": lambda: step(state, BATCH),
+        r"step\(state, batch\), where samples get keys": lambda: step(state, BATCH),
         "the end of a step": lambda: step.apply(state, window),
         "all_reduce": lambda: pa.distributed.all_reduce(sums),
         r"all_reduce\(merge": lambda: pa.distributed.all_reduce(sums, merge=acc.merge),

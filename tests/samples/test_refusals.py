@@ -285,10 +285,10 @@ OTHERS = {
     "overlap": ({"batch_argnums": 0}, OTHER, ValueError, ("argument 0", "batch_argnums")),
     "one for two": ({"batch_argnums": (1, 2)}, OTHER, ValueError, ("other is a dict", "tuple of")),
     "one": ({"batch_argnums": (1,)}, OTHER, ValueError, ("other is a dict", "a tuple of 1")),
-    "a number": ({}, 3, ValueError, ("other holds no tensor", "rows")),
+    "a number": ({}, 3, ValueError, ("other holds no tensor", "samples")),
     "a tensor": ({}, torch.ones(3, 2), ValueError, ("other has the structure", "same kind")),
     "no rows": ({}, {"x": torch.tensor(1.0)}, ValueError, ("other['x'] is a 0-d tensor", "row")),
-    "rows": ({}, {"x": torch.ones(3, 2), "y": torch.ones(2)}, ValueError, ("other", "rows")),
+    "rows": ({}, {"x": torch.ones(3, 2), "y": torch.ones(2)}, ValueError, ("other", "samples")),
 }
 
 

@@ -369,7 +369,7 @@ def with_rows(p, b):
 # How a step is made, its batch, whether a stream is none of it, the error and its words.
 CALLS = {
     **{
-        f"keys without rows: {batch}": (KEYED, batch, False, ValueError, ("no tensor", "rows"))
+        f"keys without rows: {batch}": (KEYED, batch, False, ValueError, ("no tensor", "samples"))
         for batch in ({}, {"x": 1.0}, None)
     },
     "0-d": ({}, NONE_ROWS, True, ValueError, ("['x'] is a 0-d tensor", "one row per sample")),

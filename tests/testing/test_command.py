@@ -249,7 +249,7 @@ def test_arguments_that_need_not_be_given():
 
 def test_an_empty_batch_is_refused(capsys):
     write("from train import *\ndef mine(): return loss, tensors()[0], {'x': torch.ones(0, 2)}")
-    assert "row" in refused(capsys, "mine.py:mine")
+    assert "sample" in refused(capsys, "mine.py:mine")
 
 
 def test_settings_out_of_range_are_refused(capsys):

@@ -192,7 +192,7 @@ FAULTS = {
         "mean of means",
         BATCH,
     ),
-    "a mean over tokens, weighed by rows": Fault(
+    "a mean over tokens, weighed by samples": Fault(
         by_rows, "[mlx-lm #1413](https://github.com/ml-explore/mlx-lm/pull/1413)", "weight", BATCH
     ),
     "the last, shorter window divided by the usual `k`": Fault(

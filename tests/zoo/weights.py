@@ -149,7 +149,7 @@ def two_means_at_once(params, batch):
     return F.cross_entropy(out, batch["label"]) + boxes
 
 
-@fails("several means", says="row")
+@fails("several means", says="sample")
 def over_the_positives(dtype):
     def loss(params, batch):
         total, positives = focal(params, batch)
