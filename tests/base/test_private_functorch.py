@@ -37,6 +37,7 @@ def test_the_wrappers_of_transforms_come_off():
     assert seen == [set(), {1}, {1}, {1, 2}, {1, 2}, {1, 2}]
 
 
+@pytest.mark.slow
 def test_a_vmap_is_seen_below_other_transforms_also_while_the_compiler_traces_them():
     def look(x):
         seen.append(functorch.any_mapped([torch.ones(2), x]))

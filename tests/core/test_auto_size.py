@@ -346,6 +346,7 @@ def test_noise_begins_with_two_microbatches():
         assert info.noise.noise.isfinite().all() == (rows > 1)
 
 
+@pytest.mark.slow
 def test_sizes_are_tried_without_the_compiler():
     called = []
 

@@ -71,9 +71,10 @@ def test_the_hessian_vector_product_that_the_documentation_names(problem):
     problem.compare(ours, product(problem.whole), terms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "nonfinite"),
-    [(SUM, "propagate"), pytest.param(WEIGHTED, "skip", marks=pytest.mark.slow)],
+    [(SUM, "propagate"), (WEIGHTED, "skip")],
 )
 def test_an_accumulation_compiles_into_one_graph(loss, nonfinite):
     gradient = pa.grad_and_value(

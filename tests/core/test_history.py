@@ -332,6 +332,7 @@ def test_a_run_begins_with_numbers():
     assert not step.init({"w": leaf}).params["w"].requires_grad
 
 
+@pytest.mark.slow
 def test_steps_with_gradients_in_grad_stay_flat():
     net = nn.Linear(3, 1, dtype=torch.float64)
     own = dict(net.named_parameters())

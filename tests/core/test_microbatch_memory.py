@@ -170,6 +170,7 @@ def test_rows_that_are_views_keep_nothing_of_what_they_are_views_of():
     assert live.peak <= 2 * one
 
 
+@pytest.mark.slow
 def test_gradients_of_a_microbatch_are_gone_while_the_next_one_is_computed():
     """Small ones, too, which are added together."""
     w, alive = torch.ones(13, 17, requires_grad=True), list[int]()

@@ -174,6 +174,7 @@ def test_what_is_computed_again_lives_for_one_segment(transform):
         assert held(lambda fs, s=segments: pa.remat_sequential(fs, s), n, transform) <= twice * size
 
 
+@pytest.mark.slow
 def test_nothing_is_held_but_inputs():
     inside = []
 

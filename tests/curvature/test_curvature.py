@@ -347,6 +347,7 @@ def test_the_diagonal_of_the_empirical_fisher_matrix_by_moments():
     near(problem.flat(came), problem.matrix("fisher").diag())
 
 
+@pytest.mark.slow
 def test_labels_that_are_drawn_give_gauss_newton_on_average():
     """The Fisher matrix of a softmax is that of Gauss-Newton; and one draw is one matrix."""
     problem = Problem("mlp")

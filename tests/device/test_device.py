@@ -26,7 +26,7 @@ pytestmark = [
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # What runs in one process: to import torch takes longer than many of these tests.
-ON_THE_DEVICE = [("itself", "order", "bits", "randomness", "ranks"), ("features",)]
+ON_THE_DEVICE = [("itself", "bits"), ("order", "randomness", "ranks"), ("features",)]
 # The tests for a GPU run here too, so that they neither rot nor are wrong by their own numbers.
 FOR_A_GPU = {file.stem: file for file in sorted(HERE.glob("test_cuda*.py"))}
 NOT_HERE = {
@@ -39,8 +39,12 @@ TRITON = pytest.mark.skipif(
 )
 FILES = [
     *(
-        pytest.param([HERE / f"{name}.py" for name in names], id=", ".join(names))
-        for names in ON_THE_DEVICE
+        pytest.param(
+            [HERE / f"{name}.py" for name in names],
+            id=", ".join(names),
+            marks=pytest.mark.slow if i else (),
+        )
+        for i, names in enumerate(ON_THE_DEVICE)
     ),
     pytest.param([HERE / "launches.py"], id="launches", marks=pytest.mark.slow),
     pytest.param([HERE / "compiled.py"], id="compiled", marks=[TRITON, pytest.mark.slow]),

@@ -148,6 +148,7 @@ def test_what_has_travelled_is_not_held_twice(rank, world):
     assert freed == [0, 0, 0, 2, 4]
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @in_step()
 @given(seed=st.integers(0, 99), sizes=st.lists(st.integers(1, 3000), min_size=2, max_size=4))

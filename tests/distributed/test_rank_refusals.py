@@ -236,14 +236,14 @@ def do_not_meet(rank, world):
         dist.barrier()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_after_a_rank_raised_the_others_raise_and_can_go_on(world):
     first, *others = run_on_ranks(world, raises_in_mid_window)
     assert "a fault of rank 0" in first.failure
     assert others == [End()] * (world - 1), others
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_after_a_rank_died_in_mid_window_the_others_can_go_on(world, tmp_path):
     dying = functools.partial(dies_in_mid_window, str(tmp_path))
     first, second, *others = run_on_ranks(world, dying)
@@ -259,7 +259,7 @@ def test_after_a_rank_died_inside_of_a_loss_the_others_can_go_on(world):
 
 
 @pytest.mark.slow  # ranks wait for each other until their time is over
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_do_not_meet_raise_and_can_go_on(world):
     assert run_on_ranks(world, do_not_meet) == [End()] * world
 

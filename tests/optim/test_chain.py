@@ -278,6 +278,7 @@ def test_a_partition_serves_classes_of_torch():
         their.assert_same_params({k: new[k] for k in names})
 
 
+@pytest.mark.slow
 def test_a_dict_is_its_keys_and_not_their_order_in_a_graph_too():
     """Of gradients and of params, in another order than those that the state was made from."""
     random = generator(0)

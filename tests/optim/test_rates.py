@@ -153,12 +153,13 @@ def test_a_bad_rate_is_a_step_not_applied(kind, way, how):
         check(kind, way, bad, how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way", "bad"),
     [
         ("momentum", "schedule", math.nan),
         *(
-            pytest.param(kind, way, bad, marks=pytest.mark.slow)
+            (kind, way, bad)
             for kind, way, bad in [
                 ("partition in a chain", "in the state", math.nan),
                 *(("adamw", way, 1e39) for way in WAYS if WAYS[way].compiles),

@@ -280,6 +280,7 @@ def test_a_linear_layer_has_its_tangent():
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
+@pytest.mark.slow
 @policies
 @pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo cannot compare structures before")
 def test_microbatches_through_a_module_compile_into_one_graph(policy):

@@ -570,6 +570,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_threads_note_generators_while_garbage_is_collected():
     """torch makes a tensor of a state while it has a lock, for which a thread waits with the GIL.
 

@@ -225,6 +225,7 @@ def test_draws_compile_into_one_graph(draw, x, backend):
     assert_trees_bitwise_equal(compiled(k, x), draw(k, x))
 
 
+@pytest.mark.slow
 def test_one_graph_for_sizes_and_steps_that_change():
     torch.compiler.reset()
 

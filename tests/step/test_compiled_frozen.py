@@ -82,7 +82,7 @@ PAIRS = {
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        pytest.param(n, f, id=f"{n}-{f}", marks=slow if i else ())
+        pytest.param(n, f, id=f"{n}-{f}", marks=slow if i or n != "LoRA" else ())
         for n, forms in PAIRS.items()
         for i, f in enumerate(forms)
     ],
@@ -129,6 +129,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [

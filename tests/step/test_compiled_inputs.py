@@ -42,7 +42,8 @@ def test_aux_that_is_a_parameter_is_that_before_the_step(rows, compile):
     assert_trees_bitwise_equal(info.aux, w)
 
 
-@pytest.mark.parametrize("donate", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [False, True])
 def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate):
     """Also where the window is written to, which a stream that does not donate copies first."""
 
@@ -73,6 +74,7 @@ def test_no_batch_is_kept():
         assert seen() is None
 
 
+@pytest.mark.slow
 def test_a_loss_without_a_module_is_guarded_too():
     """The compiler names the globals of such a function as it names those of NamedTuples."""
     names = {"loss": loss, "factor": 1.0}

@@ -284,9 +284,8 @@ def tabled(params, batch):
     return value * (1 + params["table"][0].sum())
 
 
-@pytest.mark.parametrize(
-    ("form", "rows"), [("unrolled", 4), pytest.param("scan", 10, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "rows"), [("unrolled", 4), ("scan", 10)])
 def test_a_donated_state_is_written_to_in_place(form, rows):
     """Memory stays where it is, numbers without dimensions are right, old names are gone."""
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(2.0**-3))

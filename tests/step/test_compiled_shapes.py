@@ -137,6 +137,7 @@ def test_no_other_size_is_open():
     assert seen == [[]] * 4
 
 
+@pytest.mark.slow
 def test_each_microbatch_of_a_list_of_sizes_goes_through_a_graph():
     """One of two sizes, so two graphs; and what they come to is what the eager step comes to."""
     settings, graphs = counting()

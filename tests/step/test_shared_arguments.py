@@ -81,6 +81,7 @@ def test_what_is_shared_is_whole_for_every_microbatch(form, seed, sizes, beta):
     assert torch.equal(state.params, w - want)
 
 
+@pytest.mark.slow
 def test_a_graph_is_made_once_for_a_tensor_and_once_for_each_value_of_a_number():
     count = torch._dynamo.testing.CompileCounter()
 
