@@ -61,7 +61,7 @@ def psum(tree: trees.Tree, group: Any = None) -> trees.Tree:
     return exchange("psum", tree, group)
 
 
-def gather(rows: trees.Tree, group: Any = None) -> trees.Tree:
+def gather(samples: trees.Tree, group: Any = None) -> trees.Tree:
     """Collect the samples of all ranks, inside of a function that is differentiated.
 
     The rule: ``torch.cat`` of the samples of rank 0, 1, 2, …, on every rank. A contrastive loss
@@ -74,7 +74,7 @@ def gather(rows: trees.Tree, group: Any = None) -> trees.Tree:
     sample's cotangents are added up over the ranks, and come back to the rank that has the sample.
 
     Args:
-        rows: A pytree of tensors with one row per sample along dim 0. Except for the number of
+        samples: A pytree of tensors with one row per sample along dim 0. Except for the number of
             samples, shapes and dtypes are the same on all ranks.
         group: A process group; None is all processes.
 
@@ -88,9 +88,9 @@ def gather(rows: trees.Tree, group: Any = None) -> trees.Tree:
     References:
         `jax.lax.all_gather <https://docs.jax.dev/en/latest/_autosummary/jax.lax.all_gather.html>`_
     """
-    _check_tensors(rows, "gather")
-    batches.need_rows(batches.read_batch(rows, "rows"), "rows")
-    return exchange("gather", rows, group)
+    _check_tensors(samples, "gather")
+    batches.need_rows(batches.read_batch(samples, "samples"), "samples")
+    return exchange("gather", samples, group)
 
 
 def _check_tensors(tree: trees.Tree, call: str) -> None:

@@ -290,7 +290,7 @@ def test_a_report_says_what_was_done():
         return pa.Weighted(narrow.float(), batch["m"].sum())
 
     report = report_of(loss, batch=MASKED, weights="m", splits=[[4, 4], [7, 1]])
-    assert (report.rows, report.splits, report.loss) == (8, 8, "Weighted")
+    assert (report.samples, report.splits, report.loss) == (8, 8, "Weighted")
     assert (report.dtype, report.reference) == ("float32", "float64")
 
 

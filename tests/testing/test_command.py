@@ -276,7 +276,7 @@ def as_json(capsys, target, *options):
 
 def test_the_report_is_json_if_asked_for(capsys):
     status, fits = as_json(capsys, "train.py:make")
-    assert (status, fits["fits"], fits["rows"]) == (0, True, 4)
+    assert (status, fits["fits"], fits["samples"]) == (0, True, 4)
     assert {leaf["path"] for leaf in fits["leaves"]} == {"value", "params['w']"}
     status, not_so = as_json(capsys, "train.py:make_masked")
     assert (status, not_so["fits"]) == (1, False)

@@ -438,7 +438,7 @@ def test_a_last_microbatch_that_nobody_looks_at_is_shown():
 def test_a_model_is_exact_and_has_what_it_promises(rows, data):
     """In float32 and in float64: the same numbers. For bits see tests/core/test_splits.py."""
     model = data.draw(losses(rows, sparse=True))
-    assert {len(x) for x in model.batch.values()} == {model.rows} == {rows}
+    assert {len(x) for x in model.batch.values()} == {model.samples} == {rows}
     assert model.batch["mask"].dtype == torch.int64
 
     def wide(x):
@@ -483,7 +483,7 @@ def test_every_kind_of_model_is_drawn(word):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: losses(0), "rows is 0; expected at least one"),
+        (lambda: losses(0), "samples is 0; expected at least one"),
         (lambda: merge_trees(0), "n is 0; expected at least one state"),
         (lambda: compositions(-1), "n is -1; expected a number of samples"),
         (lambda: faults(0), "parts is 0; expected at least one microbatch"),

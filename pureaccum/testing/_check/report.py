@@ -68,9 +68,9 @@ class Report(NamedTuple):
         fits: Whether the accumulated gradient is the full batch's, and the loss a pure function.
         leaves: The value and every leaf of the gradient.
         diagnoses: The causes, where it does not fit.
-        rows: How many samples the batch has.
+        samples: How many samples the batch has.
         splits: How many splits were tried.
-        loss: What the loss is of its rows: ``"mean"``, ``"sum"`` or ``"Weighted"``; or ``"loop"``.
+        loss: What the loss is of samples: ``"mean"``, ``"sum"`` or ``"Weighted"``; or ``"loop"``.
         dtype: The loss's own dtype.
         reference: The dtype in which gradients were compared.
 
@@ -92,7 +92,7 @@ class Report(NamedTuple):
     fits: bool
     leaves: tuple[Leaf, ...]
     diagnoses: tuple[Diagnosis, ...]
-    rows: int
+    samples: int
     splits: int
     loss: str
     dtype: str
@@ -134,7 +134,7 @@ _WIDEST = 48  # characters of a split
 def _lines(report: Report) -> list[str]:
     wrong = [leaf for leaf in report.leaves if not leaf.error <= 1]
     kind = "Weighted mean" if report.loss == "Weighted" else report.loss
-    over = f"a {kind} over {report.rows} samples, {report.splits} splits, in {report.reference}"
+    over = f"a {kind} over {report.samples} samples, {report.splits} splits, in {report.reference}"
     head = ("leaf", "error / bound", f"{report.dtype} / full", "smallest split that shows it")
     worst = sorted(report.leaves, key=lambda leaf: -leaf.error)[:_MOST_LEAVES]
     rows = [

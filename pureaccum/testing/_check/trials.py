@@ -321,7 +321,7 @@ class Comparison(NamedTuple):
                 )
             ),
             diagnoses=tuple(causes),
-            rows=self.trials[0].subject.rows,
+            samples=self.trials[0].subject.rows,
             splits=len(self.splits) * len(self.trials),
             loss=loss,
             dtype=name_of(dtype),

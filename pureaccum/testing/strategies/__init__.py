@@ -3,7 +3,7 @@
 ``data`` draws trees and batches, ``losses`` models with exact arithmetic, and ``histories``, to be
 read first, every way to accumulate a batch:
 
-    @given(losses(rows=8), histories(8))
+    @given(losses(samples=8), histories(8))
     def test_the_bits_of_the_full_batch(model, history):
         acc = accumulator(model.loss("mean"))
         grads, _ = acc.finalize(history.run(acc, model.params, model.batch))

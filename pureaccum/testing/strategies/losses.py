@@ -64,7 +64,7 @@ class ExactModel(NamedTuple):
     batch: dict[str, Tensor]
 
     @property
-    def rows(self) -> int:
+    def samples(self) -> int:
         """The samples of the batch."""
         return len(self.batch["y"])
 
@@ -109,28 +109,28 @@ class ExactModel(NamedTuple):
         return trees.tree_map(lambda g: g.to_dense() / by, grads), value.double() / weight
 
 
-def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
+def losses(samples: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
     """Random small models with exact arithmetic: an MLP, a convnet or an embedding.
 
     Their numbers are as large as exactness allows, so that a sum in half precision is noticed;
     they shrink to a single linear layer with numbers from -1 to 3.
 
     Args:
-        rows: The samples of the batch, at least one. Some hundred leave no room for large numbers.
+        samples: How many the batch has, at least one. Some hundred leave no room for large numbers.
         sparse: Whether embeddings with sparse gradients are drawn, too.
 
     Example:
         >>> from hypothesis import HealthCheck, given, settings
         >>> @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        ... @given(losses(rows=4))
+        ... @given(losses(samples=4))
         ... def test(model):
         ...     loss = model.loss("mean")(model.params, model.batch)
         ...     assert loss * 4 == model.full_batch("sum")[1]
         >>> test()
     """
-    if rows < 1:
-        raise ValueError(f"rows is {rows}; expected at least one, or there is no mean.")
-    return _losses(rows, sparse)
+    if samples < 1:
+        raise ValueError(f"samples is {samples}; expected at least one, or there is no mean.")
+    return _losses(samples, sparse)
 
 
 # How large the numbers may be ------------------------------------------------------------
@@ -159,16 +159,16 @@ def majorant(model: ExactModel) -> float:
 
 
 @st.composite
-def _losses(draw: st.DrawFn, rows: int, sparse: bool) -> ExactModel:
+def _losses(draw: st.DrawFn, samples: int, sparse: bool) -> ExactModel:
     most = draw(st.sampled_from([3, *[HIGHS[0]] * 7]))  # it shrinks to 3, and is drawn large
-    kinds = (_mlps(rows), _convnets(rows), _embeddings(rows, sparse))
+    kinds = (_mlps(samples), _convnets(samples), _embeddings(samples, sparse))
     name, per_row, fill = draw(st.one_of(kinds))
     seed = draw(data.seeds())
     for high in HIGHS[HIGHS.index(most) :]:
         random = torch.Generator().manual_seed(seed)
         model = ExactModel(name, per_row, *fill(random, high))
         if majorant(model) < LIMIT:
-            mask = torch.randint(-2, 4, (rows,), generator=random).relu()  # half of it zeros
+            mask = torch.randint(-2, 4, (samples,), generator=random).relu()  # half of it zeros
             return model._replace(batch=model.batch | {"mask": mask})
     assume(False)
     raise AssertionError
@@ -205,7 +205,7 @@ def _affine(into: int, out: int, high: int, random: torch.Generator) -> dict[str
 
 
 @st.composite
-def _mlps(draw: st.DrawFn, rows: int) -> Architecture:
+def _mlps(draw: st.DrawFn, samples: int) -> Architecture:
     layers = draw(st.integers(1, 3))
     widths = [draw(st.integers(1, 4)) for _ in range(layers + 1)]
     acts = [draw(st.sampled_from([*ACTIVATIONS])) for _ in range(layers - 1)]
@@ -220,7 +220,7 @@ def _mlps(draw: st.DrawFn, rows: int) -> Architecture:
 
     def fill(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
         params = [_affine(a, b, high, random) for a, b in itertools.pairwise(widths)]
-        shapes = {"x": (rows, widths[0]), "y": (rows, widths[-1])}
+        shapes = {"x": (samples, widths[0]), "y": (samples, widths[-1])}
         most = min(high, MOST)
         return params, {name: _integers(shape, most, random) for name, shape in shapes.items()}
 
@@ -228,7 +228,7 @@ def _mlps(draw: st.DrawFn, rows: int) -> Architecture:
 
 
 @st.composite
-def _convnets(draw: st.DrawFn, rows: int) -> Architecture:
+def _convnets(draw: st.DrawFn, samples: int) -> Architecture:
     channels, filters, side = draw(st.tuples(*[st.integers(1, 2)] * 2, st.integers(1, 3)))
     act, distance = draw(st.sampled_from(["relu", "abs"])), draw(distances)
 
@@ -246,15 +246,15 @@ def _convnets(draw: st.DrawFn, rows: int) -> Architecture:
             "b": _integers((filters,), high, random),
             "out": _affine(pooled, 2, high, random),
         }
-        x = _integers((rows, channels, 4, 4), min(high, MOST), random)
-        return params, {"x": x, "y": _integers((rows, 2), min(high, MOST), random)}
+        x = _integers((samples, channels, 4, 4), min(high, MOST), random)
+        return params, {"x": x, "y": _integers((samples, 2), min(high, MOST), random)}
 
     name = f"convnet with {act}, {channels} to {filters} channels by {side}x{side}, {distance}"
     return name, per_row, fill
 
 
 @st.composite
-def _embeddings(draw: st.DrawFn, rows: int, sparse: bool) -> Architecture:
+def _embeddings(draw: st.DrawFn, samples: int, sparse: bool) -> Architecture:
     width, count = draw(st.tuples(st.integers(1, 4), st.integers(1, 3)))
     kinds = ["embedding", "bag", *(["sparse embedding", "sparse bag"] if sparse else [])]
     kind, distance = draw(st.sampled_from(kinds)), draw(distances)
@@ -270,8 +270,8 @@ def _embeddings(draw: st.DrawFn, rows: int, sparse: bool) -> Architecture:
 
     def fill(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
         table = _integers((5, width), min(high, MOST), random)
-        tokens = torch.randint(0, 5, (rows, count), generator=random)
-        y = _integers((rows, 2), min(high, MOST), random)
+        tokens = torch.randint(0, 5, (samples, count), generator=random)
+        y = _integers((samples, 2), min(high, MOST), random)
         return (table, _affine(width, 2, high, random)), {"tokens": tokens, "y": y}
 
     return f"{kind} of {count} tokens, width {width}, {distance}", per_row, fill
