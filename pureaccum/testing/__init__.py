@@ -5,6 +5,7 @@
 ``assert_pure``, ``unchanged``: a call, or a block, changes nothing that can be seen.
 ``assert_trees_bitwise_equal``, ``assert_trees_within_bound``: what differs, where, and why.
 ``strategies``: data, losses and histories for hypothesis (``pip install 'pureaccum[testing]'``).
+``fixtures`` are the checks as fixtures of pytest.
 
 To read it, begin with ``_check``, the checker; ``_assertions`` and ``_pure`` stand alone.
 """

@@ -112,6 +112,17 @@ def test_a_file_is_one_idea():
         assert len(text.splitlines()) <= 400, name
 
 
+def test_a_folder_says_what_lies_in_it():
+    """A private one is a map in words, and re-exports nothing."""
+    for file in PACKAGE.rglob("__init__.py"):
+        tree, folder = TREES[".".join(file.relative_to(PACKAGE).with_suffix("").parts)], file.parent
+        names = {x.stem for x in folder.iterdir() if x.suffix == ".py"} - {"__init__", "__main__"}
+        if folder != PACKAGE:
+            assert not names - {*re.findall(r"\w+", ast.get_docstring(tree))}, folder
+        if folder.name.startswith("_") and folder.name != "_demo":
+            assert len(tree.body) == 1, folder
+
+
 def test_private_names_of_torch_live_in_one_folder():
     found = {name: set(private(tree)) for name, tree in TREES.items()}
     files = {name for name, names in found.items() if names}

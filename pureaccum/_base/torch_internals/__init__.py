@@ -4,7 +4,7 @@
     modes        who looks on: transforms, compilers, tracers, function and dispatch modes
     autograd     graphs, backward passes, hooks, versions
     kernels      one call for many tensors; memory
-    modules      where modules keep what they hold
+    module_slots where modules keep what they hold
     operations   what each operation writes to, draws and returns
     compiler     a loop in a graph, graphs of our own, errors
 
