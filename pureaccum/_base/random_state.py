@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from .torch_internals import modes
 
@@ -23,7 +22,7 @@ class Drawn(NamedTuple):
     """The state of a device's generator before numbers were drawn from it."""
 
     device: torch.device
-    state: Tensor
+    state: torch.Tensor
 
 
 def were_drawn_from(before: list[Drawn], now: list[Drawn]) -> bool:
@@ -74,7 +73,7 @@ def restore(states: Iterable[Drawn]) -> None:
             _owner(it.device).set_rng_state(it.state, *_which(it.device))
 
 
-def _state(device: torch.device) -> Tensor:
+def _state(device: torch.device) -> torch.Tensor:
     if device == _CPU:
         return torch.default_generator.get_state()
     return _owner(device).get_rng_state(*_which(device))

@@ -13,7 +13,6 @@ from inspect import signature
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 
 Maker = TypeVar("Maker", bound=Callable[..., Any])
@@ -76,7 +75,7 @@ def _numbered(parts: Sequence[Any]) -> dict[str, Any]:
 
 
 def _said(thing: Any) -> str:
-    if isinstance(thing, Tensor):
+    if isinstance(thing, torch.Tensor):
         return str(thing.item()) if thing.ndim == 0 else f"a tensor of shape {tuple(thing.shape)}"
     if _is_plain(thing):
         return repr(thing)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._base import checks, dtensors, states, trees
 from .._base.torch_internals import modes
-from . import batches, coupling, engines, history, ledger, losses, seams, weights, windows, writes
+from . import batches, engines, history, ledger, losses, seams, structures, weights, windows, writes
+from .coupling import question_of
 from .layers import order
 from .ledger import AccumState
-from .structures import Structures, structure_of, update_of
 from .sums import Kinds, Sums, kinds_of
 
 
@@ -112,7 +112,7 @@ def accumulator(
         batches=(cut, batch_argnums),
         rule=rule,
         check=check,
-        structures=Structures(),
+        decided=structures.Structures(),
     )
 
     def init(params: trees.Tree) -> AccumState:
@@ -151,7 +151,7 @@ class Accumulating(NamedTuple):
     batches: tuple[tuple[int, ...], Any]  # as positions, and as the user wrote them
     rule: seams.Rule
     check: bool
-    structures: Structures
+    decided: structures.Structures  # for each structure of what an update is given
 
 
 def _update(
@@ -167,7 +167,7 @@ def _update(
     sums, is_vector = trees.flatten(state.grads), isinstance(state.squares, Tensor)
     at = checks.positions(making.batches[0], len(called), "batch_argnums")
     own = called[at[0]] if len(at) == 1 else tuple(called[i] for i in at)
-    key = structure_of(is_vector, (leaves, spec), sums, flat := trees.flatten(own))
+    key = structures.structure_of(is_vector, (leaves, spec), sums, flat := trees.flatten(own))
 
     def examined() -> tuple[batches.Batch, Kinds]:
         checks.read_params(params)
@@ -177,7 +177,7 @@ def _update(
         checks.refuse_autocast_cache(leaves)
         return read, kinds_of(leaves, [x.dtype for x in sums[0]])
 
-    read, kinds = update_of(making.structures, key, leaves, flat, examined)
+    read, kinds = structures.update_of(making.decided, key, leaves, flat, examined)
 
     def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
         arguments = [trees.unflatten(spec, leaves), *args]
@@ -185,7 +185,7 @@ def _update(
             arguments[i] = x
         return making.told(*arguments)
 
-    question = coupling.question_of(read, rule) if making.check else None
+    question = question_of(read, rule) if making.check else None
     given = writes.Given("params", leaves, spec), writes.Given("batch", *read[:2])
     guarded = windows.GuardedLoss(loss, making.known, given, question)
     part = seams.Portion(own, read.rows or 0, (), read.rows)

@@ -1,7 +1,7 @@
 """The loss over a whole batch, or over a stream of them, without gradients: to evaluate.
 
 for part in microbatches of all batches:
-    total, weight, metrics += those of func(part)
+total, weight, metrics += those of func(part)
 return total / weight, metrics
 """
 
@@ -14,23 +14,13 @@ from torch import Tensor
 
 from .._base import checks, dtensors, trees
 from .._base.torch_internals import modes
-from . import (
-    auto_size,
-    batches,
-    coupling,
-    history,
-    losses,
-    microbatch,
-    outputs,
-    precision,
-    reductions,
-    seams,
-    weights,
-    whole_batch,
-    writes,
-)
+from . import auto_size, batches, coupling, history, losses, outputs, precision, whole_batch, writes
 from .arguments import Arguments
 from .layers import order
+from .microbatch import call_microbatched
+from .reductions import check_reduce
+from .seams import Rule
+from .weights import NoRowsError
 
 
 @auto_size.automatic
@@ -77,10 +67,10 @@ def value(  # noqa: D417
         (tensor(1.4167), {'right': tensor(0.6667, dtype=torch.float64)})
     """
     rule = order.check_rule(
-        seams.Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")
+        Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")
     )
     cut = checks.check_argnums(batch_argnums, "batch_argnums")
-    reductions.check_reduce(aux_reduction, "aux_reduction")
+    check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else batches.check_sizes(microbatch_size)
     told = losses.advising(func, *cut)
     making = Evaluating(
@@ -107,7 +97,7 @@ class Evaluating(NamedTuple):
     known: writes.Known
     batches: tuple[int, ...]
     size: int | list[int] | None
-    rule: seams.Rule
+    rule: Rule
     aux_reduction: trees.Tree
     check: bool
 
@@ -152,7 +142,7 @@ def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
 
     try:
         return whole_batch.evaluate(outs(), rule, making.aux_reduction)
-    except weights.NoRowsError as error:
+    except NoRowsError as error:
         raise last[0].problem or error from None
 
 
@@ -175,9 +165,7 @@ def _of_part(
             return making.run(*given, **kwargs)
         # A function of one piece, of which nothing is kept.
         arguments = Arguments.of(given, kwargs)
-        return microbatch.call_microbatched(
-            judged, arguments, outputs.Whole(), making.known, guards=False
-        )
+        return call_microbatched(judged, arguments, outputs.Whole(), making.known, guards=False)
 
     return loss, tuple(leaves)  # a list would be leaves to differentiate with respect to
 

@@ -18,20 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from .._base import checks, random_state, sharded_rows, trees
 from .._base.torch_internals import autograd, functorch, modes
-from . import (
-    attachment,
-    auto_size,
-    batches,
-    exchange,
-    gathered,
-    losses,
-    recomputation,
-    reductions,
-    rule,
-    writes,
-)
+from . import auto_size, batches, exchange, gathered, losses, recomputation, rule, writes
 from .arguments import Arguments, with_rows_on_host
+from .attachment import attach
 from .outputs import Outputs, Whole
+from .reductions import check_reduce
 from .watch import Finding, UnseenError, exchanged, note_made
 
 
@@ -104,7 +95,7 @@ def microbatch(
         raise TypeError(f"func is {func!r}; expected a function.")
     at = checks.check_argnums(batch_argnums, "batch_argnums")
     names = (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames)
-    reductions.check_reduce(reduce)
+    check_reduce(reduce)
     checks.check_choice(keep, get_args(Keep), "keep")
     known = writes.known_of(func)
     if auto_size.is_auto(microbatch_size):
@@ -338,6 +329,6 @@ def _attached(
         groups=tuple(form.groups[i] for i in found),
     )
     pieces = rule.Pieces(rerun, form, call.outputs.sizes)
-    note_made(attached := attachment.attach(pieces, operands, [outs[i] for i in found]))
+    note_made(attached := attach(pieces, operands, [outs[i] for i in found]))
     rest = iter(attached)
     return [next(rest) if trees.continuous(x) else x for x in outs]

@@ -8,21 +8,10 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._base import checks, trees
-from . import (
-    auto_size,
-    batches,
-    history,
-    ledger,
-    losses,
-    reductions,
-    seams,
-    whole_batch,
-    windows,
-    writes,
-)
+from . import auto_size, history, ledger, losses, reductions, seams, whole_batch, windows, writes
+from .batches import check_sizes
 from .layers import order
 from .seams import Rule, Window
 from .sums import kinds_of
@@ -104,7 +93,7 @@ def grad_and_value(
     cut = checks.check_argnums(batch_argnums, "batch_argnums")
     checks.check_disjoint(wrt, cut)
     reductions.check_reduce(aux_reduction, "aux_reduction")
-    size = None if microbatch_size is None else batches.check_sizes(microbatch_size)
+    size = None if microbatch_size is None else check_sizes(microbatch_size)
     known = writes.known_of(func)
     told = losses.advising(func, *cut, wrt=wrt)
 
@@ -114,7 +103,7 @@ def grad_and_value(
         checks.check_disjoint(at, cut_at)
         leaves, spec = checks.read_params({i: args[i] for i in at}, "args")
 
-        def loss_of(leaves: list[Tensor], part: trees.Tree, *_: Any) -> Any:
+        def loss_of(leaves: list[torch.Tensor], part: trees.Tree, *_: Any) -> Any:
             filled = list(args)
             for replaced in (trees.unflatten(spec, leaves), part):
                 for i, arg in replaced.items():

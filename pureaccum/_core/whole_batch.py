@@ -12,21 +12,11 @@ from torch import Tensor
 
 from .._base import dtensors, sharded_rows, trees
 from .._base.torch_internals import modes
-from . import (
-    batches,
-    coupling,
-    engines,
-    exchange,
-    losses,
-    reductions,
-    seams,
-    weights,
-    windows,
-    writes,
-)
+from . import batches, coupling, engines, exchange, losses, reductions, seams, weights, windows
 from .layers import order
 from .ledger import AccumState, Flow, Ledger, amounts_of, plain_sum, settle
 from .sums import Kinds, Sums
+from .writes import guarding
 
 
 class CutBatch(NamedTuple):
@@ -152,7 +142,7 @@ def _summed(
             return f"{what} of microbatch {i} (from sample {sum(cut.sizes[:i])})"
 
         about = window._replace(rule=rule, name=name)
-        guard = writes.guarding(loss.known, *loss.given, question=loss.question)
+        guard = guarding(loss.known, *loss.given, question=loss.question)
         with guard as guarded, batches.cutting(len(cut.sizes), sized=cut.size is not None):
             add = windows.adder(guarded(loss.call), loss.known, about, sums, way, whole=whole)
             for part, rows, counts in cut.parts():

@@ -117,7 +117,7 @@ def _sgd(
         fused=fused,
         lr=lr,
         state=SGDState,
-        trees=("momentum",) if momentum else (),
+        columns=("momentum",) if momentum else (),
         owner="sgd",
         settings=settings,
     )
@@ -304,7 +304,7 @@ def _adam(
         fused=fused,
         lr=lr,
         state=AdamState,
-        trees=("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad),
+        columns=("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad),
         owner=owner,
         settings=settings | {"betas": (beta1, beta2), "decoupled_weight_decay": decoupled},
     )

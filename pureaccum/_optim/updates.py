@@ -18,19 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, states
+from .._base import checks, dtensors, states, trees
 from .._base.torch_internals import functorch, modes
-from .._base.trees import (
-    Flat,
-    Tree,
-    in_common,
-    known,
-    moved,
-    paths,
-    tree_leaves,
-    tree_map,
-    unflatten,
-)
 from . import schedules
 
 
@@ -50,17 +39,17 @@ class Ready(NamedTuple):
     """
 
     sound: bool | Tensor
-    apply: Callable[[list[Tensor], Applied, bool, Tensor | None], tuple[Tree, Any]]
+    apply: Callable[[list[Tensor], Applied, bool, Tensor | None], tuple[trees.Tree, Any]]
 
 
-Begin = Callable[[Any, Flat], Ready]
+Begin = Callable[[Any, trees.Flat], Ready]
 
 
 def both_sound(a: bool | Tensor, b: bool | Tensor) -> bool | Tensor:
     """Whether two learning rates can both be used."""
     if isinstance(a, bool):
         return a and b
-    return both_sound(b, a) if isinstance(b, bool) else a & moved(b, a.device)
+    return both_sound(b, a) if isinstance(b, bool) else a & trees.moved(b, a.device)
 
 
 class Optimizer(NamedTuple):
@@ -79,30 +68,33 @@ class Optimizer(NamedTuple):
         in_graphs: Whether it can be compiled; a step that compiles itself then compiles all else.
     """
 
-    init: Callable[[Tree], Any]
-    apply: Callable[..., tuple[Tree, Any]]
-    check: Callable[[Any, Flat, str], Begin]
+    init: Callable[[trees.Tree], Any]
+    apply: Callable[..., tuple[trees.Tree, Any]]
+    check: Callable[[Any, trees.Flat, str], Begin]
     in_graphs: bool = True
 
 
 def optimizer_of(
-    init: Callable[[Tree], Any], check: Callable[[Any, Flat, str], Begin], *, in_graphs: bool = True
+    init: Callable[[trees.Tree], Any],
+    check: Callable[[Any, trees.Flat, str], Begin],
+    *,
+    in_graphs: bool = True,
 ) -> Optimizer:
     """An optimizer whose ``apply`` checks the state, begins, and takes the step."""
 
     def apply(
-        grads: Tree,
+        grads: trees.Tree,
         state: Any,
-        params: Tree,
+        params: trees.Tree,
         *,
         applied: Tensor | None = None,
         donate: bool = False,
-    ) -> tuple[Tree, Any]:
+    ) -> tuple[trees.Tree, Any]:
         """The next params and state; where ``applied`` is false, the old ones bit for bit."""
         flat = checks.read_params(params)
         begun = check(state, flat, "state")(state, flat)
         terms = fitting_gradients(grads, flat, "grads", "There is one gradient for each leaf.")
-        told = True if applied is None else known(applied)
+        told = True if applied is None else trees.known(applied)
         return begun.apply(terms, cast(Applied, applied if told is None else told), donate, None)
 
     return Optimizer(init=init, apply=apply, check=check, in_graphs=in_graphs)
@@ -111,20 +103,22 @@ def optimizer_of(
 BELONGS = "A state belongs to the params that it was made from by init."
 
 
-def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str = BELONGS) -> list[Tensor]:
+def fitting(
+    tree: trees.Tree, like: trees.Flat, names: tuple[str, str], cause: str = BELONGS
+) -> list[Tensor]:
     """The leaves of a tree that has the structure and shapes of another."""
     leaves, spec = checks.read_tensors(tree, names[0], cause)
     checks.check_fits(leaves, spec, *like, names, cause)
     return leaves
 
 
-def fitting_gradients(grads: Tree, params: Flat, root: str, cause: str) -> list[Tensor]:
+def fitting_gradients(grads: trees.Tree, params: trees.Flat, root: str, cause: str) -> list[Tensor]:
     """The leaves of gradients that fit the parameters; errors call them by ``root``."""
     terms = fitting(grads, params, (root, "params"), cause)
     for i, (g, x) in enumerate(zip(terms, params[0], strict=True)):
         if g.is_complex() and not x.is_complex():  # a cast would drop half of it
             raise TypeError(
-                f"{paths(params[1], root)[i]} is {g.dtype}, and params has {x.dtype} there; "
+                f"{trees.paths(params[1], root)[i]} is {g.dtype}, and params has {x.dtype} there; "
                 "expected the gradient of a real parameter to be real."
             )
     return terms
@@ -155,7 +149,7 @@ class Method(NamedTuple):
         fused: Whether the kernel itself leaves everything as it was where ``found_inf`` is 1.
         lr: The learning rate; one that is a number becomes part of the state.
         state: The class of the state: steps, learning rate and trees.
-        trees: The names of the trees that are kept; others are ``()``.
+        columns: The names of the trees that are kept; others are ``()``.
         owner, settings: What errors call the optimizer; its other arguments, as torch calls them.
         runs: ``runs(step, rate)``: whether the kernel runs without waiting for a device.
     """
@@ -165,7 +159,7 @@ class Method(NamedTuple):
     fused: bool
     lr: Rate
     state: Any
-    trees: tuple[str, ...]
+    columns: tuple[str, ...]
     owner: str
     settings: dict[str, Any]
     runs: Callable[[Tensor, float | Tensor], bool] = lambda step, rate: True
@@ -176,24 +170,24 @@ def by_method(method: Method) -> Optimizer:
     return optimizer_of(partial(_init, method), partial(_check, method))
 
 
-def _init(method: Method, params: Tree) -> Any:
+def _init(method: Method, params: trees.Tree) -> Any:
     """The state before the first step: zeros in the dtypes of the parameters, as in torch."""
     leaves, spec = checks.read_params(params)
     lr = schedules.kept_rate(method.lr, leaves, spec)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     zeros = partial(torch.zeros_like, requires_grad=False)
-    zero = {name: tree_map(zeros, params) for name in method.trees}
+    zero = {name: trees.tree_map(zeros, params) for name in method.columns}
     return method.state(steps=states.with_settings(steps, method.settings), lr=lr, **zero)
 
 
-def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
+def _check(method: Method, state: Any, params: trees.Flat, root: str) -> Begin:
     """Check that a state is one of this method and fits these params."""
     checks.check_state(state, method.state, method.owner, root)
     schedules.check_kept(method.lr, state.lr, root)
     for name in method.state._fields[2:]:  # beside steps and learning rate
-        if name in method.trees:
+        if name in method.columns:
             fitting(getattr(state, name), params, (f"{root}.{name}", "params"))
-        elif tree_leaves(getattr(state, name)):
+        elif trees.tree_leaves(getattr(state, name)):
             raise ValueError(
                 f"{root}.{name} holds tensors, but this optimizer keeps none there. A state of "
                 "another configuration?"
@@ -201,36 +195,36 @@ def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
     return partial(_begin, method)
 
 
-def _begin(method: Method, state: Any, params: Flat) -> Ready:
+def _begin(method: Method, state: Any, params: trees.Flat) -> Ready:
     """A step of a method before it is taken."""
     rate = state.lr if isinstance(method.lr, float) else schedules.rate_at(method.lr, state.steps)
     if modes.transform_active():  # a graph moves it once, and not for every dtype
-        rate = moved(rate, params[0][0].device)
-    old = [tree_leaves(getattr(state, name)) for name in method.trees]
-    begun = _Begun(method=method, state=state, params=params, trees=old, rate=rate)
+        rate = trees.moved(rate, params[0][0].device)
+    old = [trees.tree_leaves(getattr(state, name)) for name in method.columns]
+    begun = _Begun(method=method, state=state, params=params, columns=old, rate=rate)
     return Ready(sound=schedules.is_sound(rate, params[0]), apply=begun.take)
 
 
 class _Begun(NamedTuple):
-    """A step that knows its learning rate; trees are those of the state, leaf by leaf."""
+    """A step that knows its learning rate; columns are those of the state."""
 
     method: Method
     state: Any
-    params: Flat
-    trees: Columns
+    params: trees.Flat
+    columns: Columns
     rate: Tensor
 
     def take(
         self, grads: list[Tensor], applied: Applied, donate: bool, norm: Tensor | None
-    ) -> tuple[Tree, Any]:
+    ) -> tuple[trees.Tree, Any]:
         """The next params and state, from the columns of both."""
         method, state, (leaves, spec), old, rate = self
         own = (writes := modes.may_write()) and donate
-        given_up = [*leaves, *tree_leaves(state)] if own else []
+        given_up = [*leaves, *trees.tree_leaves(state)] if own else []
         columns, terms, layouts = _on_this_rank([leaves, *old], grads)
         # What the next state holds beside the columns is made before anything is written.
         step, lr = state.steps + 1, state.lr.clone() if isinstance(method.lr, float) else ()
-        more = applied if isinstance(applied, bool) else moved(applied, state.steps.device)
+        more = applied if isinstance(applied, bool) else trees.moved(applied, state.steps.device)
         count = step if applied is True else state.steps + more
         tensors = [*terms, *chain(*columns)]
         # no numbers
@@ -246,8 +240,8 @@ class _Begun(NamedTuple):
         if own:
             states.mark(given_up)
         new = new if layouts is None else [dtensors.closed(column, layouts) for column in new]
-        new_params, *later = [unflatten(spec, column) for column in new]
-        held = dict(zip(method.trees, later, strict=True))
+        new_params, *later = [trees.unflatten(spec, column) for column in new]
+        held = dict(zip(method.columns, later, strict=True))
         # not _replace, from which torch 2.11's compiler returns broken tuples
         return new_params, method.state(steps=count, lr=lr, **held)
 
@@ -280,13 +274,13 @@ def by_formula(
     """The next columns, in plain tensor operations."""
     if applied is False:  # a derivative through what is not finite would be NaN
         return [[x.clone() for x in column] for column in columns]
-    step, rate = in_common(step), in_common(rate)
+    step, rate = trees.in_common(step), trees.in_common(rate)
     rows: list[tuple[Tensor, ...]] = []
     made: dict[Any, tuple[Row, Any]] = {}  # for each device and dtype, and not for every leaf
     for grad, *row in zip(grads, *columns, strict=True):
         kind = row[0].device, row[0].dtype
         if kind not in made:
-            keep = None if applied is True else moved(applied, row[0].device)
+            keep = None if applied is True else trees.moved(applied, row[0].device)
             made[kind] = method.formula(step, rate, row[0]), keep
         rule, keep = made[kind]
         new = rule(grad, *row)
@@ -316,7 +310,7 @@ def by_kernel(
     It writes to the columns where something was given up, and all of that is refused after an
     error in the middle.
     """
-    number = known(rate)
+    number = trees.known(rate)
     rate_ = rate if number is None else number
     foreach = foreach and not method.fused
     if method.fused:
@@ -367,7 +361,7 @@ def _select(applied: Any, new: Columns, old: Columns, into: Columns) -> None:
     keep: dict[torch.device, Tensor] = {}
     for x, y, out in zip(chain(*new), chain(*old), chain(*into), strict=True):
         if x.device not in keep:
-            keep[x.device] = moved(applied, x.device)
+            keep[x.device] = trees.moved(applied, x.device)
         torch.where(keep[x.device], x, y, out=out)
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from . import batch_norm, symbols, trace
 
@@ -166,7 +165,9 @@ def _step(value: symbols.Symbol, operation: trace.Operation, seeded: bool) -> In
     return Instruction(func=func, args=args, kwargs=kwargs, gives=value)
 
 
-def _on_copy(func: Callable[..., Any], target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _on_copy(
+    func: Callable[..., Any], target: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     copy = target.clone()
     named = {key: copy if x is target else x for key, x in kwargs.items()}
     func(*[copy if x is target else x for x in args], **named)

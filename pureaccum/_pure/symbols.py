@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class Symbol(NamedTuple):
@@ -38,7 +37,7 @@ def symbol_of(x: Any, of: Callable[[Any], Any]) -> Any:
     kind: Any = type(x)
     if kind in ATOMS:
         return x
-    if isinstance(x, (Tensor, Amount)):
+    if isinstance(x, (torch.Tensor, Amount)):
         return of(x)
     if isinstance(x, (tuple, list)):
         form = list_of if isinstance(x, list) else tuple_of
@@ -98,7 +97,7 @@ def amount(n: int, symbol: Any, refuse: Callable[[], Any]) -> Amount:
 
 def _arithmetic(func: Callable[..., Any], swapped: bool = False) -> Any:
     def compute(self: Amount, *others: Any) -> Any:
-        if any(isinstance(x, Tensor) for x in others):
+        if any(isinstance(x, torch.Tensor) for x in others):
             return NotImplemented
         if not all(isinstance(x, int) for x in others):  # [x] * n
             self.refuse()

@@ -15,18 +15,9 @@ import torch
 
 from .._base import checks, containers, dtensors, random_state, refusals, states, trees
 from .._core import batches, coupling, reductions, writes
-from . import (
-    buffers,
-    constants,
-    graphs,
-    microbatch_loss,
-    next_state,
-    plans,
-    ranks,
-    recipes,
-    whole_step,
-    windows,
-)
+from . import constants, graphs, microbatch_loss, plans, ranks, recipes, whole_step, windows
+from .buffers import begin_buffers
+from .next_state import finished_aux
 from .state import StepInfo, StepWindow, TrainState
 
 
@@ -262,7 +253,7 @@ class CompiledStep:
         told = writes.Given("state.params", leaves, spec), *given
         call, carried = (
             microbatch_loss.caller(plan, state, spec),
-            buffers.begin_buffers(calling.buffers, state.buffers),
+            begin_buffers(calling.buffers, state.buffers),
         )
         with ranks.telling_ranks(plan, state) if at_hand else nullcontext():
             for own in parts:
@@ -318,7 +309,7 @@ class CompiledStep:
             rows = batches.read_batch(part).rows if self.plan.calling.has_aux else 0
             aux = graphs.reduced_aux(self.plan, aux, seen, rows or 0)
         assert window is not None
-        return window, next_state.finished_aux(aux)
+        return window, finished_aux(aux)
 
     def finished(
         self,

@@ -5,7 +5,6 @@ from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from .._base import checks, claims, trees
 from .._base.torch_internals import modes
@@ -100,8 +99,8 @@ def read_train_state(plan: Plan, state: TrainState) -> trees.Flat:
             f"state.loss_scale is {state.loss_scale!r}, but this step was made "
             f"{'without' if scaled else 'with'} a loss scale. A state of another configuration?"
         )
-    if not isinstance(state.key, Tensor) or state.key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
-        came = tuple(state.key.shape) if isinstance(state.key, Tensor) else state.key  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(state.key, torch.Tensor) or state.key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
+        came = tuple(state.key.shape) if isinstance(state.key, torch.Tensor) else state.key  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"state.key is {came!r}; expected a key of shape (2,), as key(seed) makes it. States "
             "that are stacked go through torch.func.vmap."

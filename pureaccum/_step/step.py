@@ -13,22 +13,12 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from .._base import checks, trees
 from .._base.torch_internals import autograd, modes
-from .._core import (
-    auto_size,
-    batches,
-    buckets,
-    losses,
-    precision,
-    reductions,
-    seams,
-    structures,
-    writes,
-)
+from .._core import auto_size, batches, buckets, precision, reductions, seams, structures, writes
 from .._core.layers import order
+from .._core.losses import Reduction
 from .._optim import combinators
 from .._pure.keys import key
 from . import compiled, constants, plans, ranks, whole_step, windows
@@ -45,7 +35,7 @@ def make_step(
     microbatch_size: int | Sequence[int] | Literal["auto"] | None = None,
     memory_budget: int | None = None,
     retry_after: int | None = None,
-    reduction: losses.Reduction = "mean",
+    reduction: Reduction = "mean",
     aux_reduction: trees.Tree = "concat",
     loss_scale: LossScale | None = None,
     policy: precision.Policy | None = None,
@@ -327,7 +317,7 @@ def _init(
         return _begun(plan, params, leaves[0].device, buffers, seed)
 
 
-def _check_beginning(leaves: list[Tensor], spec: Any) -> None:
+def _check_beginning(leaves: list[torch.Tensor], spec: Any) -> None:
     """Check that params may be copied as numbers, as those of a module are."""
     for i, x in enumerate(leaves):
         if x.requires_grad:
@@ -366,5 +356,5 @@ def _begun(
     )
 
 
-def _own(x: Tensor) -> Tensor:
+def _own(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if modes.transform_active() else autograd.without_history([x])[0].clone()

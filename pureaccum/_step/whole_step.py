@@ -13,17 +13,8 @@ from torch import Tensor
 
 from .._base import checks, states, trees
 from .._base.torch_internals import modes
-from .._core import (
-    batches,
-    exchange,
-    ledger,
-    reductions,
-    seams,
-    weights,
-    whole_batch,
-    windows,
-    writes,
-)
+from .._core import batches, exchange, ledger, reductions, weights, whole_batch, windows, writes
+from .._core.seams import Window
 from . import microbatch_loss, next_state, plans, ranks, structure
 from .buffers import begin_buffers
 from .state import StepInfo, StepWindow, TrainState
@@ -253,5 +244,5 @@ def _accumulated(
         question,
     )
     return whole_batch.accumulate(
-        loss, cut, seams.Window(rule=plan.rule, scale=next_state.scale_of(plan, state)), kinds, flow
+        loss, cut, Window(rule=plan.rule, scale=next_state.scale_of(plan, state)), kinds, flow
     )

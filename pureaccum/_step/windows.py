@@ -11,22 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._base import checks, states, trees
 from .._base.torch_internals import modes
-from .._core import (
-    accumulator,
-    batches,
-    coupling,
-    ledger,
-    reductions,
-    seams,
-    structures,
-    weights,
-    windows,
-    writes,
-)
+from .._core import batches, ledger, reductions, seams, structures, weights, windows, writes
+from .._core.accumulator import updated
+from .._core.coupling import question_of
 from .._core.sums import Kinds, kinds_of
 from . import microbatch_loss, next_state, plans, ranks
 from .buffers import begin_buffers, merged_moments
@@ -120,12 +110,12 @@ def updated_window(
         microbatch_loss.caller(plan, state, spec),
         plan.calling.known,
         (writes.Given("state.params", leaves, spec), *microbatch_loss.what_is_shared(plan), given),
-        coupling.question_of(read, plan.rule) if plan.calling.check else None,
+        question_of(read, plan.rule) if plan.calling.check else None,
     )
     before = window.buffers, first_row(plan, window, offset)
     part = seams.Portion(microbatch, rows, before, counts or read.rows)
     about = seams.Window(rule=plan.rule, unit=unit, scale=next_state.scale_of(plan, state))
-    accum, entry = accumulator.updated(window.accum, loss, read, part, about, kinds, plan.donate)
+    accum, entry = updated(window.accum, loss, read, part, about, kinds, plan.donate)
     carried = window.buffers, window.rows
     try:
         after, entry = microbatch_loss.onwards(plan, carried, entry, rows)
@@ -144,7 +134,7 @@ def updated_window(
     return StepWindow(accum, *after), entry, rows
 
 
-def first_row(plan: plans.Plan, window: StepWindow, offset: int | None) -> Tensor:
+def first_row(plan: plans.Plan, window: StepWindow, offset: int | None) -> torch.Tensor:
     """How many samples of the step come before those of the next microbatch."""
     if offset is not None:
         expected = (
@@ -171,7 +161,9 @@ def step_over_stream(
     *shared: Any,
 ) -> tuple[TrainState, StepInfo]:
     """One step over the microbatches of a stream; ``more`` adds one of them, and its aux."""
-    if isinstance(microbatches, (Tensor, Mapping, str)) or not isinstance(microbatches, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(microbatches, (torch.Tensor, Mapping, str)) or not isinstance(
+        microbatches, Iterable
+    ):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"microbatches is a {type(microbatches).__name__}; expected an iterable of "
             "microbatches, such as a list that windows(loader, k) gave. A batch at hand goes to "

@@ -17,7 +17,6 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .._base import claims, dtensors
 from . import file_format
@@ -42,7 +41,7 @@ def is_ours_to_write(x: Any, i: int) -> bool:
 
 def save_by_ranks(
     path: str,
-    tensors: Mapping[str, tuple[file_format.Piece, Tensor]],
+    tensors: Mapping[str, tuple[file_format.Piece, torch.Tensor]],
     scalars: Mapping[str, Any],
     words: claims.Table,
 ) -> None:

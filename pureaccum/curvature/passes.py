@@ -21,18 +21,9 @@ from torch import Tensor, nn
 
 from .._base import checks, claims, deterministic, dtensors, refusals, trees
 from .._base.torch_internals import autograd, modes
-from .._core import (
-    auto_size,
-    batches,
-    differences,
-    evaluation,
-    history,
-    losses,
-    precision,
-    transforms,
-    writes,
-)
+from .._core import batches, differences, evaluation, history, losses, precision, transforms, writes
 from .._core.accumulator import accumulator
+from .._core.auto_size import is_auto
 from .._core.exchange import exchange
 
 
@@ -82,7 +73,7 @@ def _over_parts(
 ) -> Callable[..., Any]:
     """The same of what no call has as a whole: by an accumulator, microbatch by microbatch."""
     size, group = over.microbatch_size, over.group
-    if auto_size.is_auto(size):
+    if is_auto(size):
         raise ValueError(
             "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "
             "expected a number of samples."

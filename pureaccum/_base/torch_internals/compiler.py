@@ -8,13 +8,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import functorch
 
 
 def scan(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: list[Tensor]
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: list[torch.Tensor]
 ) -> tuple[Any, Any]:
     """The last carry and all y, stacked, of ``carry, y = body(carry, x)`` for each row of xs."""
     from torch._higher_order_ops.scan import scan  # imports the compiler: seconds
@@ -73,7 +72,7 @@ _LIBRARY = re.compile(
 )
 
 
-def let_vary(x: Tensor) -> Tensor:
+def let_vary(x: torch.Tensor) -> torch.Tensor:
     """The tensor itself; a graph that is made for it will take any number of rows."""
     torch._dynamo.maybe_mark_dynamic(x, 0)  # pyright: ignore
     return x

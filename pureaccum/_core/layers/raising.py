@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..._base import trees
 from ..._base.torch_internals import modes
@@ -37,7 +36,7 @@ def raising(seams: Seams, window: Window) -> Seams:
     return seams._replace(term=term, take=take, judge=judge)
 
 
-def _told(flag: Tensor) -> bool:
+def _told(flag: torch.Tensor) -> bool:
     """Whether a flag is true, for all members of a vmap; the host waits for it."""
     if not modes.transform_active():
         return bool(flag)

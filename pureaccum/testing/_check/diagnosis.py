@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._base import checks, refusals, trees
@@ -305,7 +304,7 @@ class _Statistics(TorchFunctionMode):
 
 
 def _over_rows(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
-    if not isinstance(input, Tensor) or isinstance(dim, Tensor) or input.requires_grad:
+    if not isinstance(input, torch.Tensor) or isinstance(dim, torch.Tensor) or input.requires_grad:
         return False
     dim = kwargs.get("axis", dim)
     if dim is None or isinstance(dim, bool):  # or it is the correction
@@ -322,7 +321,7 @@ def wrong_derivatives(subject: Subject) -> Iterator[report.Diagnosis]:
     seed, (leaves, spec) = next(subject.seeds), trees.flatten(subject.params)
     _, batch = subject.arguments(subject.everything())
 
-    def total(params: Any) -> Tensor:
+    def total(params: Any) -> torch.Tensor:
         return losses.read(subject.loss_fn(params, batch), subject.has_aux)[0].total
 
     def missed(params: Any, whole: Callable[[Any], Any]) -> dict[int, differences.Miss]:

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..._base import deterministic, observation, trees
 from ..._core import batches, ledger, losses, precision, writes
@@ -80,7 +79,7 @@ class Subject(NamedTuple):
         """
         at = torch.tensor(rows, dtype=torch.int64)
         columns = [
-            x.detach().index_select(0, at.to(x.device)) if isinstance(x, Tensor) else x
+            x.detach().index_select(0, at.to(x.device)) if isinstance(x, torch.Tensor) else x
             for x in self.batch.leaves
         ]
         own = self.dtype is None

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ..._base import trees
 from ..._core import accumulator, ledger
@@ -63,7 +62,9 @@ def pieces(batch: trees.Tree, sizes: Sequence[int]) -> list[trees.Tree]:
         [{'x': tensor([0])}, {'x': tensor([], dtype=torch.int64)}, {'x': tensor([1, 2])}]
     """
     leaves, spec = trees.flatten(batch)
-    columns = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
+    columns = [
+        x.split(list(sizes)) if isinstance(x, torch.Tensor) else [x] * len(sizes) for x in leaves
+    ]
     return [trees.unflatten(spec, [column[i] for column in columns]) for i in range(len(sizes))]
 
 
@@ -227,7 +228,7 @@ class Fault(NamedTuple):
         """
 
         def spoilt(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+            if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
                 return x
             number = {"nan": torch.nan, "inf": torch.inf, "overflow": torch.finfo(x.dtype).max}
             return torch.full_like(x, number[self.kind])
