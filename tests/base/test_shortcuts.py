@@ -69,7 +69,7 @@ SWITCHES = {
         "_core.engines", "_straight_into", lambda _, otherwise: otherwise
     ),
     "first gradients become the sums": Switch(KERNELS, "owns_its_memory", never),
-    "weighings are kept": Switch("_core.windows", "of_total", weighed_anew),
+    "weighings are kept": Switch("_core.seams _core.windows", "of_total", weighed_anew),
     "small gradients go together": Switch(KERNELS, "foreach_add_", added),
     "leaves go together": Switch("_base.trees _base.states", "at_once", never),
     "norms go together": Switch(KERNELS, "foreach_norm", norms_one_by_one),
