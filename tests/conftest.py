@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 
 settings.register_profile("dev", max_examples=5, deadline=None, print_blob=True)
 settings.register_profile(
-    "ci", max_examples=25, deadline=None, print_blob=True, derandomize=True, database=None
+    "ci", max_examples=12, deadline=None, print_blob=True, derandomize=True, database=None
 )
 settings.register_profile("thorough", max_examples=1000, deadline=None, print_blob=True)
 # For copies of the package with a fault in them: to fail is enough, the smallest example is not
@@ -42,10 +42,11 @@ def seeded():
 
 
 def pytest_collection_modifyitems(items):
-    if PROFILE == "dev":
-        left_out = pytest.mark.skip(reason="slow: HYPOTHESIS_PROFILE=ci and =thorough run it")
+    for marker, profiles in {"slow": ("ci", "thorough"), "nightly": ("thorough",)}.items():
+        by = " and ".join(f"HYPOTHESIS_PROFILE={profile}" for profile in profiles)
+        left_out = pytest.mark.skip(reason=f"{marker}: {by} runs it")
         for item in items:
-            if item.get_closest_marker("slow"):
+            if PROFILE not in profiles and item.get_closest_marker(marker):
                 item.add_marker(left_out)
     if not torch.cuda.is_available():
         for item in items:

@@ -16,3 +16,8 @@ def each_once(names, *tables):
         id_ = "-".join(key for key, _ in picked)
         cases.append(pytest.param(*(value for entry in entries for value in entry), id=id_))
     return pytest.mark.parametrize(names, cases)
+
+
+def every_night(cases, but):
+    """Cases of which only some are run for every change."""
+    return [x if x in but else pytest.param(x, marks=pytest.mark.nightly) for x in cases]

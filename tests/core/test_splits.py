@@ -29,7 +29,7 @@ engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_any_history_gives_the_bits_of_the_full_batch(kind, engine, data, donate):
     """Sums and ``Weighted`` over any number of samples, means over a power of two."""
     model = data.draw((powers_of_two if kind == "mean" else few).flatmap(losses))
-    history = data.draw(histories(model.rows))
+    history = data.draw(histories(model.samples))
     acc = pa.accumulator(model.loss(kind), reduction=reduction(kind), engine=engine)
 
     state = history.run(acc, model.params, model.batch, donate)
@@ -47,12 +47,12 @@ def test_any_history_gives_the_bits_of_the_full_batch(kind, engine, data, donate
 @given(st.data())
 def test_the_state_counts_rows_masks_and_microbatches(kind, data):
     model = data.draw(few.flatmap(losses))
-    history = data.draw(histories(model.rows))
+    history = data.draw(histories(model.samples))
     acc = pa.accumulator(model.loss(kind), reduction=reduction(kind))
 
     state = history.run(acc, model.params, model.batch)
 
-    weights = {"sum": 0, "mean": model.rows, "weighted": int(model.batch["mask"].sum())}
+    weights = {"sum": 0, "mean": model.samples, "weighted": int(model.batch["mask"].sum())}
     assert_trees_bitwise_equal(state.weight, torch.tensor(weights[kind], dtype=torch.float64))
     assert state.microbatches == len(history.sizes)
     assert state.skipped == state.nonfinite == 0
@@ -68,12 +68,12 @@ def test_every_microbatch_size_gives_the_bits_of_the_full_batch(kind, engine, da
     want, want_value = model.full_batch(kind)
     want_value = want_value.float()  # in the dtype of the loss
 
-    for size in (None, *range(1, model.rows + 2)):
+    for size in (None, *range(1, model.samples + 2)):
         options = {"microbatch_size": size, "reduction": how}
         grads, value = pa.grad_and_value(loss, engine=engine, **options)(*args)
         assert_trees_bitwise_equal(pa.grad(loss, engine=engine, **options)(*args), want)
         assert_trees_bitwise_equal(grads, want)
-        if kind != "mean" or size is None or size & (size - 1) == 0 or size >= model.rows:
+        if kind != "mean" or size is None or size & (size - 1) == 0 or size >= model.samples:
             assert_trees_bitwise_equal(value, want_value)
             assert_trees_bitwise_equal(pa.value(loss, **options)(*args), want_value)
 
@@ -100,7 +100,7 @@ def test_all_splits_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
 @given(st.data())
 def test_sizes_of_their_own_give_the_bits_of_the_full_batch(engine, data):
     model = data.draw(few.flatmap(losses))
-    sizes = [size for size in data.draw(histories(model.rows)).sizes if size]
+    sizes = [size for size in data.draw(histories(model.samples)).sizes if size]
     want, _ = model.full_batch("weighted")
     got = pa.grad(model.loss("weighted"), microbatch_size=tuple(sizes), engine=engine)
     assert_trees_bitwise_equal(got(model.params, model.batch), want)
@@ -176,7 +176,7 @@ def test_an_accumulator_in_16_bits_would_be_caught(narrow):
         grad = torch.func.grad(model.loss("sum"))
         full = optree.tree_leaves(grad(model.params, model.batch))
         sums = [torch.zeros(leaf.shape, dtype=narrow) for leaf in full]
-        for row in pieces(model.batch, [1] * model.rows):
+        for row in pieces(model.batch, [1] * model.samples):
             grads = optree.tree_leaves(grad(model.params, row))
             sums = [total + g.to_dense().to(narrow) for total, g in zip(sums, grads, strict=True)]
         caught.append(
@@ -196,7 +196,7 @@ def test_the_majorant_bounds_value_and_gradient_of_every_part(model, data):
     params, batch = optree.tree_map(
         lambda x: x.double() if x.is_floating_point() else x, (model.params, model.batch)
     )
-    for part in pieces(batch, data.draw(compositions(model.rows, empty=True))):
+    for part in pieces(batch, data.draw(compositions(model.samples, empty=True))):
         grads, value = torch.func.grad_and_value(model.loss("sum"))(params, part)
         for number in (value, *optree.tree_leaves(grads)):
             dense = number.to_dense()

@@ -62,7 +62,7 @@ def test_the_states_of_ranks_are_one_state(rank, world, data, kind, donate, late
     squares = squares and kind != "sum"
     acc = pa.accumulator(model.loss(kind), reduction=reduction(kind), squares=squares)
     states = []
-    for share in shared_out(data, model.batch, model.rows, world):
+    for share in shared_out(data, model.batch, model.samples, world):
         state = acc.init(model.params)
         for part in share:
             state = acc.update(state, model.params, part)
@@ -122,7 +122,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
             model.batch,
         ),
     )
-    shares = shared_out(data, model.batch, model.rows, world)
+    shares = shared_out(data, model.batch, model.samples, world)
     options |= {"group": dist.group.WORLD, "donate": donate}
 
     def check(new, info, microbatches):
@@ -138,7 +138,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
         window = step.update(state, window, part)
     check(*step.apply(state, window), sum(len(share) for share in shares))
 
-    sizes = [data.draw(st.none() | st.integers(1, model.rows + 1)) for _ in shares]
+    sizes = [data.draw(st.none() | st.integers(1, model.samples + 1)) for _ in shares]
     batches = [whole(share, model.batch) for share in shares]
     step = pa.make_step(model.loss(kind), optimizer, microbatch_size=sizes[rank], **options)
     rows = [len(batch["y"]) for batch in batches]

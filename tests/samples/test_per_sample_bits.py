@@ -38,7 +38,7 @@ def total(model, kind, batch):
 
 def each_row(model, kind="sum"):
     """The gradients of all rows by themselves, stacked."""
-    grads = [total(model, kind, row)[0] for row in pieces(model.batch, [1] * model.rows)]
+    grads = [total(model, kind, row)[0] for row in pieces(model.batch, [1] * model.samples)]
     return tree_map(lambda *xs: torch.stack(xs), *grads)
 
 
@@ -63,7 +63,7 @@ def test_any_history_has_the_full_batchs_bits(kind, engine, model, data, reduce,
     options = {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
     acc = pa.per_sample_accumulator(model.loss(kind), reduce=reduce, **options)
     args = model.params, model.batch
-    state = data.draw(histories(model.rows)).run(acc, *args, donate)
+    state = data.draw(histories(model.samples)).run(acc, *args, donate)
 
     (want, value), weight = total(model, kind, model.batch), mask_of(model, kind).sum()
     if reduce == "mean":
@@ -74,7 +74,7 @@ def test_any_history_has_the_full_batchs_bits(kind, engine, model, data, reduce,
     if (kind == "sum") == (reduce == "sum"):  # then pa.grad speaks of the same
         cut = pa.grad(model.loss(kind), microbatch_size=1, reduction=reduction(kind))
         assert_trees_bitwise_equal(cut(*args), want)
-    counts = weight, torch.tensor(model.rows), torch.tensor(0), torch.tensor(0)
+    counts = weight, torch.tensor(model.samples), torch.tensor(0), torch.tensor(0)
     assert_trees_bitwise_equal(tuple(state[2:6]), counts)
 
 
@@ -112,7 +112,7 @@ def test_second_moments_have_the_bits_of_a_loop(kind, engine, model, data, size)
     model = model._replace(batch=model.batch | {"mask": model.batch["mask"].clamp(max=2)})
     options = {"chunk_size": size, "keep_batch_dim": True, "engine": engine, "dtype": torch.float64}
     acc = pa.per_sample_accumulator(model.loss(kind), reduce="moments", **options)
-    state = data.draw(histories(model.rows)).run(acc, model.params, model.batch)
+    state = data.draw(histories(model.samples)).run(acc, model.params, model.batch)
     moments, _ = acc.finalize(state)
 
     mask, grads = mask_of(model, kind), tree_map(Tensor.double, each_row(model, kind))
@@ -129,7 +129,7 @@ def test_signs_projections_and_a_user_s_reductions_have_the_bits_of_a_loop(
     engine, model, data, size
 ):
     """The largest number of each leaf, and how many samples have a large one."""
-    history, each = data.draw(histories(model.rows)), each_row(model)
+    history, each = data.draw(histories(model.samples)), each_row(model)
 
     def run(**options):
         options |= {"chunk_size": size, "keep_batch_dim": True, "engine": engine}

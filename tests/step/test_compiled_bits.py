@@ -65,9 +65,9 @@ def check(kind, form, params, batch, settings="eager"):
     ("kind", "form"),
     [
         ("mean", "scan"),
-        pytest.param("sum", "scan", marks=pytest.mark.slow),
+        pytest.param("sum", "scan", marks=pytest.mark.nightly),
         pytest.param("weighted", "scan", marks=pytest.mark.slow),
-        pytest.param("sum", "unrolled", marks=pytest.mark.slow),
+        pytest.param("sum", "unrolled", marks=pytest.mark.nightly),
         pytest.param("weighted", "unrolled", marks=pytest.mark.slow),
         pytest.param("mean", "loop", marks=pytest.mark.slow),
     ],
@@ -148,7 +148,11 @@ def with_aux(params, batch, keys=None):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "nonfinite", "keys"),
-    [("scan", "propagate", False), ("scan", "skip", True), ("loop", "skip", False)],
+    [
+        ("scan", "skip", True),
+        pytest.param("scan", "propagate", False, marks=pytest.mark.nightly),
+        pytest.param("loop", "skip", False, marks=pytest.mark.nightly),
+    ],
 )
 def test_aux_of_every_kind_is_that_of_the_eager_step(form, nonfinite, keys):
     """Whole and ragged batches, of which some microbatches are bad, the last among them."""

@@ -22,6 +22,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import examples, generator
 from tests.problems import in_a_window
 from tests.step.problems import counting, leaves, pair
+from tests.tables import every_night
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
@@ -296,7 +297,7 @@ NINTH = {
 
 
 @pytest.mark.slow  # nine graphs each
-@pytest.mark.parametrize("name", NINTH)
+@pytest.mark.parametrize("name", every_night(NINTH, but=("shared",)))
 def test_the_ninth_value_of_a_number_is_refused_by_name(name):
     """With what to write in its place, before anything is done; the eight others go on."""
     loss, given, leaf, number = NINTH[name]
@@ -336,7 +337,7 @@ def test_what_is_of_numpy_is_refused_by_name(number):
         ours(state, batch, number)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_numbers_have_eight_values_each():
     """And a number that is refused leaves no mark of the one beside it."""
     ours, _ = pair(

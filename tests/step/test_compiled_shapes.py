@@ -11,6 +11,7 @@ import pureaccum as pa
 from tests.problems import in_a_window
 from tests.step.problems import assert_close, counting, loss, make_batch, make_params, pair
 from tests.step.test_memory_report import allocated
+from tests.tables import every_night
 
 
 pytestmark = pytest.mark.transforms
@@ -74,7 +75,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", every_night(RUNS, but=("rows in a scan", "widths in a loop")))
 def test_dropout_compiles_at_any_shape(name):
     """Each width has a graph of its own, so torch's limit (here one) is none; so has each number of
     samples, since a graph for any number of them does not compile.
@@ -88,7 +89,7 @@ def test_dropout_compiles_at_any_shape(name):
             check(step(state, batch)[1], len(batch))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_compiles_in_a_second_model():
     """In one process; torch remembers the sizes of the first by the same lines of ours."""
     for width in (3, 5):
@@ -100,7 +101,11 @@ def test_dropout_compiles_in_a_second_model():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "table", "all_rows", "limit"),
-    [(4, 0, (14, 11), 1), (None, 0, (3, 4, 5, 6, 1), 2), (4, ROWS, (18, 19), 2)],
+    [
+        (4, 0, (14, 11), 1),
+        pytest.param(None, 0, (3, 4, 5, 6, 1), 2, marks=pytest.mark.nightly),
+        pytest.param(4, ROWS, (18, 19), 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_dropout_compiles_at_any_number_of_rows(size, table, all_rows, limit):
     """A graph for any number of samples does not compile, and one for each of them does."""
@@ -211,7 +216,7 @@ def test_each_model_of_one_step_has_graphs_of_its_own(form):
     assert made == [each, 2 * each, *[3 * each] * 4]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("first", "second"), [(4, 50_000), (50_000, 4)])
 def test_a_second_model_takes_the_memory_that_it_takes_alone(first, second, tmp_path):
     """How many microbatches go together follows from the model, of which batches know nothing."""

@@ -99,21 +99,21 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
         assert fields(info) == Fields(weight, microbatches, 0, applied, scale or 1.0)
         assert info.aux == ()
         counts = (new.attempts.item(), new.applied.item(), new.samples.item())
-        assert counts == (1, applied, model.rows)
+        assert counts == (1, applied, model.samples)
         if scale:
             assert new.loss_scale.scale == scale
             assert new.loss_scale.growth_tracker == applied
 
-    sizes = data.draw(compositions(model.rows, empty=True))
+    sizes = data.draw(compositions(model.samples, empty=True))
     step = pa.make_step(model.loss(kind), pa.sgd(lr), **options)
     new, info = streamed(step, step.init(model.params), pieces(model.batch, sizes))
     check(new, info, len(sizes), kind != "mean" or all(n & (n - 1) == 0 for n in sizes))
 
-    for size in (None, *range(1, model.rows + 2)):
+    for size in (None, *range(1, model.samples + 2)):
         step = pa.make_step(model.loss(kind), pa.sgd(lr), microbatch_size=size, **options)
         new, info = step(step.init(model.params), model.batch)
-        exact = kind != "mean" or size is None or size & (size - 1) == 0 or size >= model.rows
-        check(new, info, 1 if size is None else -(-model.rows // size), exact)
+        exact = kind != "mean" or size is None or size & (size - 1) == 0 or size >= model.samples
+        check(new, info, 1 if size is None else -(-model.samples // size), exact)
 
 
 @examples(1 / 2)
@@ -162,7 +162,7 @@ def test_no_optimizer_sees_the_cut_or_the_scale(kind, optimizer, data, scale):
     plain = pa.make_step(model.loss(kind), optimizer, **options)
     want, _ = plain(plain.init(model.params), model.batch)
 
-    size = data.draw(st.integers(1, model.rows + 1))
+    size = data.draw(st.integers(1, model.samples + 1))
     scaled = pa.make_step(
         model.loss(kind),
         optimizer,
@@ -170,7 +170,7 @@ def test_no_optimizer_sees_the_cut_or_the_scale(kind, optimizer, data, scale):
         loss_scale=pa.dynamic_loss_scale(scale, min_scale=2.0**-20),
         **options,
     )
-    parts = pieces(model.batch, data.draw(compositions(model.rows)))
+    parts = pieces(model.batch, data.draw(compositions(model.samples)))
     for new, _ in (
         scaled(scaled.init(model.params), model.batch),
         streamed(scaled, scaled.init(model.params), parts),
@@ -209,8 +209,8 @@ def test_aux_of_a_step_is_reduced(kind, data):
         return plain(params, batch), aux
 
     how = {"all": "concat", "count": "sum", "last": "last", "each": "stack", "mean": "mean"}
-    batch = model.batch | {"index": torch.arange(1.0, model.rows + 1)}
-    size = data.draw(st.integers(1, model.rows))
+    batch = model.batch | {"index": torch.arange(1.0, model.samples + 1)}
+    size = data.draw(st.integers(1, model.samples))
     step = pa.make_step(
         loss,
         pa.sgd(0.5),
@@ -223,11 +223,11 @@ def test_aux_of_a_step_is_reduced(kind, data):
     state = step.init(model.params)
     _, info = step(state, batch)
     assert_trees_bitwise_equal(info.aux["all"], model.per_row(model.params, batch))
-    starts = range(0, model.rows, size)
-    assert info.aux["count"].item() == model.rows
-    assert info.aux["last"].item() == model.rows
+    starts = range(0, model.samples, size)
+    assert info.aux["count"].item() == model.samples
+    assert info.aux["last"].item() == model.samples
     assert info.aux["each"].tolist() == [start + 1.0 for start in starts]
-    ends = [min(start + size, model.rows) for start in starts]
+    ends = [min(start + size, model.samples) for start in starts]
     shares = [
         float(batch["mask"][a:b].sum()) if kind == "weighted" else b - a
         for a, b in zip(starts, ends, strict=True)
@@ -260,7 +260,7 @@ def test_aux_of_a_step_is_reduced(kind, data):
 def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale, engine, donate):
     """As if it had never come, but that it is counted and the loss scale backs off."""
     model = data.draw((st.sampled_from([4, 8]) if kind == "mean" else st.just(7)).flatmap(losses))
-    bad = data.draw(st.lists(st.integers(0, model.rows - 1), max_size=2))
+    bad = data.draw(st.lists(st.integers(0, model.samples - 1), max_size=2))
     batch = model.batch | {"y": model.batch["y"].clone()}
     batch["y"][bad] = number
 
@@ -298,19 +298,19 @@ def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale,
         assert_trees_bitwise_equal(info.grad_norm, what.grad_norm)
         assert_trees_bitwise_equal(info.loss, what.loss)
         if not applied:
-            stays(old, new, model.rows)
-        assert new.samples == model.rows  # skipped ones included
+            stays(old, new, model.samples)
+        assert new.samples == model.samples  # skipped ones included
         if scale:
             assert new.loss_scale.scale == (scale / 2 if skipped else scale)
             assert new.loss_scale.growth_tracker == (applied and not skipped)
 
     step = make("skip")
-    parts = slices(data.draw(compositions(model.rows, empty=True)))
+    parts = slices(data.draw(compositions(model.samples, empty=True)))
     old = copied(step.init(model.params))
     check(old, *streamed(step, copied(old), [take(batch, rows) for rows in parts]), parts)
-    size = data.draw(st.integers(1, model.rows - 1))
+    size = data.draw(st.integers(1, model.samples - 1))
     step = make("skip", size)
-    whole = [slice(i, min(i + size, model.rows)) for i in range(0, model.rows, size)]
+    whole = [slice(i, min(i + size, model.samples)) for i in range(0, model.samples, size)]
     if kind != "mean" or size & (size - 1) == 0 or not bad:
         check(old, *step(copied(old), batch), whole)
 

@@ -105,7 +105,11 @@ def compiled(function):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "own"), [*((name, False) for name in CASES), *((name, True) for name in OWN)]
+    ("name", "own"),
+    [
+        *((name, False) for name in CASES),
+        *(pytest.param(name, True, marks=pytest.mark.nightly) for name in OWN),
+    ],
 )
 def test_a_whole_run_is_one_graph(name, own):
     """Good steps and bad ones, with other scales, rates and counts, and nothing is recompiled.
