@@ -42,12 +42,11 @@ def seeded():
 
 
 def pytest_collection_modifyitems(items):
-    for marker, profiles in {"slow": ("ci", "thorough"), "nightly": ("thorough",)}.items():
-        by = " and ".join(f"HYPOTHESIS_PROFILE={profile}" for profile in profiles)
-        left_out = pytest.mark.skip(reason=f"{marker}: {by} runs it")
+    for marker, profiles in {"slow": ("dev",), "nightly": ("dev", "ci")}.items():
+        reason = f"{marker}: HYPOTHESIS_PROFILE=thorough runs it, and ci what is slow"
         for item in items:
-            if PROFILE not in profiles and item.get_closest_marker(marker):
-                item.add_marker(left_out)
+            if PROFILE in profiles and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

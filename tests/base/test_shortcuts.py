@@ -242,16 +242,16 @@ def test_several_microbatches_at_once_have_the_bits_of_one_at_a_time(rows, monke
     """In compiled code, of whole numbers: several are added up in another order."""
     params = {"w": torch.arange(-2.0, 2.0), "b": torch.tensor(3.0)}
     batch = {"x": (torch.arange(4.0 * rows).reshape(rows, 4) % 7) - 3}
-    recipes = import_module("pureaccum._step.recipes")
+    scan = import_module("pureaccum._step.scan")
     found = []
 
     def stepped_once(how_many):
-        monkeypatch.setattr(recipes, "how_many", how_many)
+        monkeypatch.setattr(scan, "how_many", how_many)
         options = {"microbatch_size": 2, "compile": {"backend": "eager"}}
         step = pa.make_step(whole, pa.sgd(2.0**-3, momentum=0.5), **options)
         return step(step.init(params), batch)
 
-    how_many = recipes.how_many
+    how_many = scan.how_many
     want = stepped_once(lambda *args: found.append(how_many(*args)) or found[-1])
     assert max(found) > 1
     assert_trees_bitwise_equal(stepped_once(lambda *_: 1), want)

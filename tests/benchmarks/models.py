@@ -124,7 +124,7 @@ class Problem(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return self.model.samples
+        return self.model.rows
 
     def loss(self, params: dict[str, Tensor], batch: Batch) -> Tensor:
         """The pure function, in float32."""
@@ -161,7 +161,7 @@ def stack(model: Model) -> Made:
     layers: list[nn.Module] = []
     for _ in range(model.depth):
         layers += [nn.Linear(model.width, model.width, bias=model.bias), activation()]
-    x, y = (torch.randn(model.samples * model.microbatches, model.width) for _ in range(2))
+    x, y = (torch.randn(model.rows * model.microbatches, model.width) for _ in range(2))
     return nn.Sequential(*layers), F.mse_loss, (x, y)
 
 
@@ -177,13 +177,13 @@ def convnet(model: Model) -> Made:
 
 
 def images(model: Model, side: int) -> Batch:
-    rows = model.samples * model.microbatches
+    rows = model.rows * model.microbatches
     return torch.randn(rows, 3, side, side), torch.randint(CLASSES, (rows,))
 
 
 def digits(model: Model) -> Made:
     """Of 8 by 8: two convolutions, and two layers of dense ones."""
-    width, rows = model.width, model.samples * model.microbatches
+    width, rows = model.width, model.rows * model.microbatches
     layers: list[nn.Module] = [nn.Conv2d(1, width, 3), nn.ReLU(), nn.Conv2d(width, 2 * width, 3)]
     layers += [nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * width, 4 * width), nn.ReLU()]
     layers += [nn.Linear(4 * width, CLASSES)]
@@ -209,7 +209,7 @@ def residual_network(model: Model) -> Made:
 def towers(model: Model) -> Made:
     """With InfoNCE: each query finds its passage among all passages of the batch."""
     net = Towers(BEFORE, model.width, model.depth, AFTER)
-    queries, passages = (torch.randn(model.samples * model.microbatches, BEFORE) for _ in range(2))
+    queries, passages = (torch.randn(model.rows * model.microbatches, BEFORE) for _ in range(2))
     return net, info_nce, (queries, passages)
 
 
@@ -219,13 +219,13 @@ def info_nce(queries: Tensor, passages: Tensor) -> Tensor:
 
 
 def chain(model: Model) -> Made:
-    x, y = (torch.randn(model.samples * model.microbatches, model.width) for _ in range(2))
+    x, y = (torch.randn(model.rows * model.microbatches, model.width) for _ in range(2))
     return nn.Sequential(*(Residual(model.width) for _ in range(model.depth))), F.mse_loss, (x, y)
 
 
 def head(model: Model) -> Made:
     """Of the hidden states of tokens."""
-    tokens = model.samples * model.microbatches
+    tokens = model.rows * model.microbatches
     net = nn.Linear(model.width, WORDS, bias=False)
     return net, F.cross_entropy, (torch.randn(tokens, model.width), torch.randint(WORDS, (tokens,)))
 
@@ -239,7 +239,7 @@ def of_tutorial(model: Model) -> Made:
 
 def classifier(model: Model) -> Made:
     """Of vectors, images or texts."""
-    rows = model.samples * model.microbatches
+    rows = model.rows * model.microbatches
     y = torch.randint(CLASSES, (rows,))
     match model.kind:
         case "dense":
@@ -269,7 +269,7 @@ MAKE: dict[str, Callable[[Model], Made]] = {
 
 def language_model(model: Model) -> Made:
     size = SIZES[model.kind]
-    shape = (model.samples * model.microbatches, size.context)
+    shape = (model.rows * model.microbatches, size.context)
     x, y = (torch.randint(size.vocabulary, shape) for _ in range(2))
     return GPT(size), per_token, (x, y)
 

@@ -70,7 +70,7 @@ def measure(model: Model, name: str, device: str) -> dict:
         call(problem.batch)
         call(problem.batch)
     else:  # two microbatches reach every branch that any number of them does
-        call(tuple(t[: 2 * model.samples] for t in problem.batch))
+        call(tuple(t[: 2 * model.rows] for t in problem.batch))
     gc.collect()
     before = reset(device)
     got = call(problem.batch)

@@ -85,7 +85,7 @@ def growing() -> list[tuple[Model, str]]:
 
 def at_once(model: Model) -> Model:
     """The same batch in one microbatch."""
-    return model._replace(rows=model.samples * model.microbatches, microbatches=1)
+    return model._replace(rows=model.rows * model.microbatches, microbatches=1)
 
 
 FLAT = Model(2048, 16, 2, depth=4), Model(2048, 16, 64, depth=4)
@@ -213,7 +213,7 @@ def growth_rows(numbers: Mapping[tuple[Model, str], dict], device: str) -> Itera
     for (model, name), ours in numbers.items():
         whole = at_once(model), HAND
         if (model, name) != whole:
-            where = f"{model.name}, a batch of {model.samples * model.microbatches}"
+            where = f"{model.name}, a batch of {model.rows * model.microbatches}"
             row = Row("batch", device, "memory", where, name, "the whole batch", None)
             yield compared(row, ours, numbers[whole], "peak")
 

@@ -280,7 +280,7 @@ def in_jax(problem: Problem) -> Training:
     # JAX's own layout of a matrix is (in, out).
     params = [tuple(array(x.t()) for x in layer.parameters()) for layer in linears]
     state = optimizer.init(params)
-    shape = (model.microbatches, model.samples, model.width)
+    shape = (model.microbatches, model.rows, model.width)
     arrays = tuple(array(t).reshape(shape) for t in problem.batch)
 
     def training(_: Batch) -> Read:

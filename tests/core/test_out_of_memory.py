@@ -335,7 +335,7 @@ found, info = step(state, x)
 rows = ROWS // int(info.microbatches)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 again = pa.make_step(loss, pa.sgd(0.1), microbatch_size=rows)(state, x)[0].params
-print(sizes[0], samples, torch.equal(found.params, again))
+print(sizes[0], rows, torch.equal(found.params, again))
 """
 
 
