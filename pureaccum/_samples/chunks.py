@@ -311,7 +311,7 @@ def need_leaves(transformed: list[Any]) -> list[Any]:
 
 
 def samples_of(part: trees.Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., trees.Tree]]:
-    """The tensors of a chunk, and a function from one sample of each to a sample."""
+    """The tensors of a chunk, and a function from one row of each to a sample."""
     given, spec = trees.flatten(part)
 
     def sample_of(tensors: Sequence[Tensor]) -> trees.Tree:
