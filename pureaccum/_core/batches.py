@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def read_microbatch(microbatch: trees.Tree, root: str = "batch") -> Batch:
-    """Flatten a microbatch of a stream; one without samples has a problem, raised by who counts."""
+    """Flatten a microbatch of a stream; without samples it has a problem, for whoever counts."""
     try:
         return read_batch(microbatch, root, cut=False)
     except NotRowsError as error:

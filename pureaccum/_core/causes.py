@@ -1,7 +1,7 @@
 """Why a loss may not be cut, and what is right in its place: the error that says both.
 
-What it calls tells some causes (batch norm, a mean over some targets, samples beside samples), and
-how its values for some samples add up tells others.
+What it calls tells some causes (batch norm, a mean over some targets, samples compared with
+others), and how its values for some samples add up tells others.
 """
 
 import inspect

@@ -236,16 +236,13 @@ def _on_this_rank(
     args: tuple[Any, ...], kwargs: Any, batches: tuple[int, ...], reduce: Any
 ) -> tuple[tuple[Any, ...], Any, sharded_rows.Over]:
     """This rank's samples of the batches, all else whole, and the ranks over which samples lie."""
-    if modes.transform_active() or reductions.is_reducer(reduce):
-        words = "a Reducer of yours cannot be added up over ranks; 'sum', 'mean', 'moments' can."
-        raise ValueError(
-            "the arguments hold DTensors, and "
-            + (
-                "torch.func's transforms do not see through them."
-                if modes.transform_active()
-                else words
-            )
-        )
+    why = ""
+    if modes.transform_active():
+        why = "torch.func's transforms do not see through them."
+    elif reductions.is_reducer(reduce):
+        why = "a Reducer of yours cannot be added up over ranks; 'sum', 'mean', 'moments' can."
+    if why:
+        raise ValueError(f"the arguments hold DTensors, and {why}")
     at = checks.positions(batches, len(args), "batch_argnums")
     over = sharded_rows.rows_over([x for i in at for x in trees.tree_leaves(args[i])])
     its = [
