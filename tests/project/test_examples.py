@@ -109,6 +109,19 @@ def test_a_rate_that_falls_on_a_plateau_is_that_of_torch():
     assert len({*rates["ours"]}) > 2
 
 
+def test_a_plateau_is_told_as_torch_tells_it():
+    """Metrics on both sides of the threshold, a NaN, and rates that fall more than once."""
+    example = runpy.run_path(str(EXAMPLES / "plateau.py"))
+    theirs = torch.optim.SGD([torch.zeros(())], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, patience=1)
+    state = example["begin"](0.5)
+    for metric in (1.0, 1.00005, 1.0, 0.99995, 0.9998, 0.99975, float("nan"), 0.99, 0.99, 0.5):
+        state = example["update"](state, torch.tensor(metric, dtype=torch.float64), patience=1)
+        scheduler.step(metric)
+        counted = scheduler.num_bad_epochs, scheduler.best, theirs.param_groups[0]["lr"]
+        assert (int(state.bad), float(state.best), float(state.lr)) == counted
+
+
 def test_a_kernel_tells_images_apart():
     seen = main("ntk")(rows=40, new=20, channels=4)
     assert seen["right"] > 0.5  # by chance a quarter
