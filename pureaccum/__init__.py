@@ -18,7 +18,6 @@ from ._core.batches import windows as windows
 from ._core.causes import CoupledLossError as CoupledLossError
 from ._core.evaluation import value as value
 from ._core.ledger import AccumState as AccumState
-from ._core.losses import Weighted as Weighted
 from ._core.microbatch import microbatch as microbatch
 from ._core.precision import Policy as Policy
 from ._core.reductions import Reducer as Reducer
@@ -28,6 +27,7 @@ from ._core.token_budget import Cut as Cut
 from ._core.token_budget import cut as cut
 from ._core.transforms import grad as grad
 from ._core.transforms import grad_and_value as grad_and_value
+from ._core.weighted import Weighted as Weighted
 from ._optim.combinators import chain as chain
 from ._optim.combinators import clip_by_global_norm as clip_by_global_norm
 from ._optim.combinators import partition as partition

@@ -284,7 +284,7 @@ def begin_sum(
     """
     amounts = {
         "total": state.total,
-        "weight": state.weight,
+        "weight": state.weight if state.weight.dim() == 0 else state.weight.sum(),
         "microbatches": state.microbatches,
         "skipped": state.skipped,
         "nonfinite": state.nonfinite,
@@ -292,9 +292,9 @@ def begin_sum(
     }
     numbers = torch.stack([x.double() for x in (*amounts.values(), *more)])
     sums, times = state.grads, [unit] * len(state.grads)  # the list itself: nothing is held twice
-    if isinstance(state.squares, Tensor):
-        sums.append(state.squares.clone())
-        times.append(1.0)
+    vectors = [x for x in (state.weight, state.squares) if isinstance(x, Tensor) and x.dim()]
+    sums += [x.clone() for x in vectors]
+    times += [1.0] * len(vectors)
     with torch.no_grad():
         wait = buckets.sum_over_ranks_(sums, numbers, group, claimed, times=times, ahead=ahead)
 
@@ -307,6 +307,8 @@ def begin_sum(
         if agreed is not None:
             summed["total"] = torch.where(agreed, summed["total"], torch.nan)
         squares = sums.pop() if isinstance(state.squares, Tensor) else ()
+        if state.weight.dim():
+            summed["weight"] = sums.pop()
         return state._replace(squares=squares, **summed), of_all[:, len(amounts) :]
 
     return finish

@@ -12,7 +12,19 @@ from torch import Tensor
 
 from .._base import checks, dtensors, states, trees
 from .._base.torch_internals import modes
-from . import batches, engines, history, ledger, losses, seams, structures, weights, windows, writes
+from . import (
+    batches,
+    engines,
+    history,
+    ledger,
+    losses,
+    seams,
+    structures,
+    terms,
+    weights,
+    windows,
+    writes,
+)
 from .coupling import question_of
 from .layers import order
 from .ledger import AccumState
@@ -24,9 +36,10 @@ class Accumulator(NamedTuple):
 
     Attributes:
         init: ``init(params)`` gives the identity: a state of zeros.
-        update: ``update(state, params, *args, donate=False)`` gives the state with one more
-            microbatch, or ``(state, aux)``. ``args`` is what the loss takes after params; with
-            ``donate`` the old state is given up: its memory is added to, and using it raises.
+        update: ``update(state, params, *args, donate=False, weights=None)`` gives the state with
+            one more microbatch, or ``(state, aux)``. ``args`` is what the loss takes after params;
+            with ``donate`` the old state is given up: its memory is added to, and using it raises.
+            Of a sum of ``Weighted``, ``weights`` are those of each term over the whole stream.
         merge: ``merge(a, b)`` gives one state of two, in any order and grouping.
         finalize: ``finalize(state, donate=False)`` gives ``(grads, value)``: sums / weight, or the
             sums as they are for a plain sum, float32 at least; over no weight zeros and NaN.
@@ -78,8 +91,8 @@ def accumulator(
         check: Whether the loss is asked if microbatches add up: see ``grad_and_value``.
 
     Returns:
-        ``init(params)``, ``update(state, params, *args, donate=False)``, ``merge(a, b)`` and
-        ``finalize(state, donate=False) -> (grads, value)``.
+        ``init(params)``, ``update(state, params, *args, donate=False, weights=None)``,
+        ``merge(a, b)`` and ``finalize(state, donate=False) -> (grads, value)``.
 
     Example:
         >>> acc = accumulator(lambda w, x: ((w * x) ** 2).mean())
@@ -122,9 +135,11 @@ def accumulator(
         with checks.outside_inference_mode():
             return ledger.empty(trees.zeros(params, at_least), leaves[0].device, count)
 
-    def update(state: AccumState, params: trees.Tree, *args: Any, donate: bool = False) -> Any:
+    def update(
+        state: AccumState, params: trees.Tree, *args: Any, donate: bool = False, weights: Any = None
+    ) -> Any:
         """The state with one more microbatch, or ``(state, aux)``."""
-        return _update(making, state, params, args, donate)
+        return _update(making, state, params, args, donate, weights)
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
         """One state of two, in any order and grouping."""
@@ -133,7 +148,8 @@ def accumulator(
 
     def finalize(state: AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
         """The gradients and the value: sums divided once."""
-        by = losses.divisor(ledger.read_state(state).weight, ledger.plain_sum(state, reduction))
+        weight = terms.whole_weight(ledger.read_state(state).weight)
+        by = losses.divisor(weight, ledger.plain_sum(state, reduction))
         value = losses.mean_value(state.total, by)
         (sums, spec), own = trees.flatten(state.grads), donate and modes.may_write()
         grads = weights.divided(dtensors.resolved(sums), by, own=own)
@@ -160,6 +176,7 @@ def _update(
     params: trees.Tree,
     args: tuple[Any, ...],
     donate: bool,
+    weights: Any,
 ) -> Any:
     ledger.read_state(state)
     called, rule = (params, *args), making.rule
@@ -188,7 +205,13 @@ def _update(
     question = question_of(read, rule) if making.check else None
     given = writes.Given("params", leaves, spec), writes.Given("batch", *read[:2])
     guarded = windows.GuardedLoss(loss, making.known, given, question)
-    part = seams.Portion(own, read.rows or 0, (), read.rows)
+    part = seams.Portion(
+        tree=own,
+        rows=read.rows or 0,
+        carried=(),
+        counts=read.rows,
+        whole=terms.given_weights(weights, state.total.device),
+    )
     new, entry = updated(state, guarded, read, part, seams.Window(rule=rule), kinds, donate)
     return (new, entry.aux) if rule.has_aux else new
 

@@ -64,8 +64,8 @@ CAUSES = {
             "several means",
             "no one weight makes it a mean: a sum of means over different things, or a total over "
             "a count that some samples are no part of",
-            'return a.sum() / batch["samples"] + b.sum() / batch["tokens"]  # of the whole batch, '
-            'as Python numbers; reduction="sum"',
+            "return pa.Weighted(a.sum(), len(a)) + pa.Weighted(b.sum(), mask.sum())  # each term "
+            "over its own count",
         ),
         Cause(
             "batch coupling",
@@ -198,7 +198,7 @@ def _thirds(asked: Any, piece: Any) -> tuple[list[int], list[float] | None]:
     spans = [(ends[i], ends[i + n] - ends[i]) for n in (1, 2, 3) for i in range(4 - n)]
     cuts = [batches.cut_at(batch, at, size)[0] for at, size in spans]
     found = asked.sums(cuts, torch.float64) if rows >= 3 else None
-    return [size for _, size in spans], found and [total for total, _ in found]
+    return [size for _, size in spans], found and [terms[0][0] for terms in found]
 
 
 def _weight(a: float, b: float, both: float) -> float:

@@ -30,6 +30,7 @@ from .._base import checks, dtensors, observation, trees
 from .._base.deterministic import cast_tree, deterministic
 from .._base.torch_internals import autograd, functorch, modes
 from . import batches, causes, closures, losses, weights
+from .weighted import WeightedSum
 
 
 MOST = 1e-6  # what rounding in float32 leaves of a sum is less than a tenth of it
@@ -38,6 +39,7 @@ FEW = 8  # rows: an answer about fewer tells nothing of others
 
 # Of leaves, a microbatch, its samples, and what is carried.
 LossOfPart = Callable[[Any, Any, int, Any], Any]
+Found = list[list[tuple[float, float]]]  # of each piece, the total and weight of each term
 Piece = tuple[Any, int, int]  # some samples, how many, and how many of the batch come before them
 
 
@@ -78,7 +80,7 @@ def question_of(
 
 
 class Totals(NamedTuple):
-    """The totals, and the weights, of a whole and of its parts."""
+    """The totals, and the weights, of a whole and of its parts; of one term, if it has several."""
 
     totals: tuple[float, ...]
     weights: tuple[float, ...]
@@ -139,8 +141,8 @@ class Inquiry:
             if computed:
                 out = loss(*args)
                 found.insert(0, asked.amount(out, rows))
-            own = Totals(*zip(*found, strict=True))
-            coupled = None if own.off() > MOST else False
+            own = _of_terms(found)
+            coupled = None if any(each.off() > MOST for each in own) else False
             if coupled is None:
                 out = None  # its graph would be in memory beside what follows
                 coupled, sums = _judged(asked, [whole, *parts], own)
@@ -196,7 +198,7 @@ class Asked:
         *,
         records: bool = False,
         nudged: bool = False,
-    ) -> list[tuple[float, float]] | None:
+    ) -> Found | None:
         """The total and the weight of each piece; None where that cannot be told.
 
         It is computed in a dtype, and under a mode, if these are given. Nothing is random then, or
@@ -219,9 +221,9 @@ class Asked:
 
     def amounts(
         self, leaves: Any, carried: Any, parts: list[Any], pieces: Sequence[Piece]
-    ) -> list[tuple[float, float]]:
+    ) -> Found:
         """Those of each part: the pieces as they are now computed."""
-        found: list[tuple[float, float]] = []
+        found: Found = []
         for part, piece in zip(parts, pieces, strict=True):
             if not found or piece is not pieces[0]:  # … again: what differs then?
                 self.put_back()  # what is drawn once a call is the same in each
@@ -230,10 +232,19 @@ class Asked:
             found.append(self.amount(self.loss(leaves, part, rows, its), rows))
         return found
 
-    def amount(self, out: Any, rows: int) -> tuple[float, float]:
-        """The total and the weight of what the loss returned for so many samples."""
+    def amount(self, out: Any, rows: int) -> list[tuple[float, float]]:
+        """The total and the weight of what the loss returned for so many samples, of each term."""
+        has_aux, reduction, _ = self.question.kind
+        loss = losses.loss_in(out, has_aux)
+        if isinstance(loss, WeightedSum):
+            return [self.amount_of(term, rows, False, reduction) for term in loss.terms]
+        return [self.amount_of(out, rows, has_aux, reduction)]
+
+    def amount_of(
+        self, out: Any, rows: int, has_aux: bool, reduction: losses.Reduction
+    ) -> tuple[float, float]:
+        """The total and the weight of one mean, or of a sum."""
         with torch.no_grad():
-            has_aux, reduction, _ = self.question.kind
             seen, shape = losses.read(out, has_aux)
             entry = weights.enter(seen, shape, rows, reduction)
             self.dtype, self.weighted = _narrower(self.dtype, shape.dtype), shape.weighted
@@ -276,35 +287,42 @@ def _apart(put_back: Callable[[], None]) -> Generator[observation.Undo]:
         yield undo
 
 
-def _judged(asked: Asked, pieces: list[Piece], own: Totals) -> tuple[bool | None, Totals]:
+def _judged(asked: Asked, pieces: list[Piece], own: list[Totals]) -> tuple[bool | None, Totals]:
     """Whether a loss is coupled that does not fit by its own numbers, and by which numbers.
 
     None where nobody can tell.
     """
-    if not isfinite(own.totals[0]):
-        return None, own
+    worst = max(own, key=Totals.off)
+    if not all(isfinite(each.totals[0]) for each in own):
+        return None, worst
     if not _repeats(asked.sums([pieces[0], pieces[0]])):
-        return None, own  # before what it keeps is in float64
+        return None, worst  # before what it keeps is in float64
     double = asked.dtype == torch.float64
     found = asked.sums([*pieces, pieces[0]], torch.float32 if double else torch.float64)
     if found is None:  # an operation that has no such kernel, say
-        return own.off() > max(MOST, 64 * asked.unit(pieces[0])), own
+        return worst.off() > max(MOST, 64 * asked.unit(pieces[0])), worst
     if not _repeats([found[0], found.pop()]):
-        return None, own
-    other = Totals(*zip(*found, strict=True))
-    exact = own if double else other
-    if not exact.off(own, other) > MOST:
+        return None, worst
+    others = _of_terms(found)
+    offs = [(a if double else b).off(a, b) for a, b in zip(own, others, strict=True)]
+    at = offs.index(max(offs))
+    exact = (own if double else others)[at]
+    if not offs[at] > MOST:
         return False, exact
     found = asked.sums(pieces, torch.float64, nudged=True)
-    nudged = exact if found is None else Totals(*zip(*found, strict=True))
+    nudged = exact if found is None else _of_terms(found)[at]
     # Of a chaotic loss nothing is left but rounding, in float64 too.
     pairs = zip(exact.missing(), exact.apart(nudged), strict=True)
     return (True if any(not d <= 4 * rounding for d, rounding in pairs) else None), exact
 
 
-def _repeats(found: list[tuple[float, float]] | None) -> bool:
+def _repeats(found: Found | None) -> bool:
     """Whether two calls with the same samples, and other random numbers, came to the same."""
-    return found is not None and Totals(*zip(*found, strict=True)).off() <= MOST
+    return found is not None and all(each.off() <= MOST for each in _of_terms(found))
+
+
+def _of_terms(found: Found) -> list[Totals]:
+    return [Totals(*zip(*term, strict=True)) for term in zip(*found, strict=False)]
 
 
 # Which losses are one ------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def by_autograd(seams: Seams, part: Portion, way: Way) -> Recorded:
         out = seams.loss(leaves, part.tree, part.rows, part.carried)
     finally:
         checks.here.backward = backward.outer
-    seen, shape = seams.read(out)
+    seen, shape = seams.read(out, whole=part.whole)
     return Recorded(
         total=seen.total, leaves=leaves, seen=outside(seen, way), shape=shape, backward=backward
     )
@@ -115,7 +115,7 @@ def _on_primals(
         backward = None if torch.compiler.is_dynamo_compiling() else exchange.begun()
         with nullcontext() if backward is None else exchange.inside_of(backward):
             out = seams.loss(primals, part.tree, part.rows, part.carried)
-            seen, shape = seams.read(out)
+            seen, shape = seams.read(out, whole=part.whole)
         shapes.append(shape)
         backwards.append(backward)
         return losses.in_one_list(seen)
@@ -132,11 +132,11 @@ def outside(seen: losses.Read, way: Way) -> losses.Read:
         seen = losses.known_to_all_ranks(seen)
     if (detach := way.detach) is None:
         return seen
-    total, weight, aux = seen
+    total, weight, aux, terms = seen
     if checks.here.look is not None:
         checks.here.look((total, weight, *aux), way.leaves)
-    kept = weight if isinstance(weight, tuple) else detach(weight)
-    return losses.Read(detach(total), kept, [*map(detach, aux)])
+    kept, each = (x if isinstance(x, tuple) else detach(x) for x in (weight, terms))
+    return losses.Read(detach(total), kept, [*map(detach, aux)], each)
 
 
 def detached(x: Tensor) -> Tensor:

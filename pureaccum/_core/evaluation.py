@@ -14,12 +14,25 @@ from torch import Tensor
 
 from .._base import checks, dtensors, trees
 from .._base.torch_internals import modes
-from . import auto_size, batches, coupling, history, losses, outputs, precision, whole_batch, writes
+from . import (
+    auto_size,
+    batches,
+    coupling,
+    history,
+    losses,
+    outputs,
+    precision,
+    terms,
+    weighted,
+    whole_batch,
+    writes,
+)
 from .arguments import Arguments
 from .layers import order
 from .microbatch import call_microbatched
 from .reductions import check_reduce
 from .seams import Rule
+from .weighted import WeightedSum
 from .weights import NoRowsError
 
 
@@ -106,10 +119,14 @@ def _at_once(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
     has_aux = making.rule.has_aux
     with writes.guarding(making.known, _given(args)) as guarded:
         out = guarded(lambda: making.run(*args, **kwargs))()
-    seen, shape = losses.read(out, has_aux)
-    total, weight, _ = losses.known_to_all_ranks(seen)
-    loss = dtensors.with_all_terms([losses.mean_of(total, weight)])[0].to(shape.dtype)
-    return (loss, losses.settled(out[1])) if has_aux else loss
+    if isinstance(loss := losses.loss_in(out, has_aux), WeightedSum):
+        pair, dtype = terms.apart(loss)
+        value = terms.sum_of_means(pair).to(dtype)
+    else:
+        seen, shape = losses.read(out, has_aux)
+        total, weight, *_ = losses.known_to_all_ranks(seen)
+        value = dtensors.with_all_terms([losses.mean_of(total, weight)])[0].to(shape.dtype)
+    return (value, losses.settled(out[1])) if has_aux else value
 
 
 def _over_batch(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
@@ -154,9 +171,9 @@ def _of_part(
 
     def judged(*args: Any, **kwargs: Any) -> outputs.Counted:
         out = making.run(*args, **kwargs)
-        seen, _ = losses.read(out, making.rule.has_aux)
-        keep = None if isinstance(seen.weight, tuple) else losses.counts(seen.total, seen.weight)
-        return outputs.Counted(out, keep)
+        seen, _ = losses.read(out, making.rule.has_aux, whole="counted")
+        alone = isinstance(seen.weight, tuple) or isinstance(seen.terms, Tensor)
+        return outputs.Counted(out, None if alone else weighted.counts(seen.total, seen.weight))
 
     def loss(leaves: Sequence[Any], part: trees.Tree, *_: Any) -> Any:
         filled = trees.unflatten(spec, leaves) | part

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._base import checks, dtensors, sharded_rows, states, trees
 from .._base.torch_internals import modes
-from . import losses, reductions, seams
+from . import losses, reductions, seams, terms
 from .weights import Microbatch
 
 
@@ -32,7 +32,8 @@ class AccumState(NamedTuple):
         grads: A tree like params: sums of (weight * gradient), float32 at least.
         total: Sum of (weight * loss), float64.
         weight: Sum of weights, float64: samples, or what ``Weighted`` says. A plain
-            ``reduction="sum"`` has nothing to divide by and leaves it at zero.
+            ``reduction="sum"`` has nothing to divide by and leaves it at zero. Of a sum of
+            ``Weighted`` a vector: how much of each term's weight was there, 1 in the end.
         microbatches: How many updates there were, skipped ones included.
         skipped: How many of them ``nonfinite="skip"`` left out.
         nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
@@ -69,6 +70,7 @@ class Flow(NamedTuple):
     aux: reductions.AuxState | None = None  # what was reduced before
     aux_reduction: trees.Tree = None  # how aux is reduced, where there is any
     over: sharded_rows.Over = sharded_rows.NOWHERE  # the ranks of which each cuts its own samples
+    whole: terms.Whole = None  # the weights of a sum of ``Weighted``, where the caller counted them
 
 
 class Ledger:
@@ -215,7 +217,8 @@ def settle(seen: Sequence[Microbatch], rule: seams.Rule) -> tuple[Any, Any, Any]
     good, has_weight = 0, rule.reduction == "mean"
     for entry in seen:  # in Python: a tenth of the time of tensors
         value = entry.value
-        if type(value) is not Tensor or not value.is_cpu:
+        there = type(value) is Tensor and value.is_cpu
+        if not there or isinstance(entry.terms, Tensor):
             return _settled_in_tensors(seen, rule)
         term = value.item() * entry.times
         total += term
@@ -229,7 +232,8 @@ def _settled_in_tensors(seen: Sequence[Microbatch], rule: seams.Rule) -> tuple[A
     totals = _totals(seen)
     total = totals.sum()
     # The weights to divide by: a plain sum has none.
-    weight = _sum([x.weight for x in seen if x.weighted or rule.reduction == "mean"])
+    counted = [x for x in seen if x.weighted or rule.reduction == "mean"]
+    weight = _sum([x.terms if isinstance(x.terms, Tensor) else x.weight for x in counted])
     if torch.compiler.is_dynamo_compiling() and not isinstance(weight, Tensor):
         weight = torch.full_like(total, weight)  # else there is a graph for each number of samples
     flags = [entry.finite for entry in seen if entry.finite is not None]
@@ -260,4 +264,4 @@ def _sum(weights: Sequence[float | Tensor]) -> float | Tensor:
     """The sum of weights, of which the host knows some."""
     known = sum([0.0, *(x for x in weights if not isinstance(x, Tensor))])
     others = [x for x in weights if isinstance(x, Tensor)]
-    return torch.stack(others).sum() + known if others else known
+    return torch.stack(others).sum(0) + known if others else known

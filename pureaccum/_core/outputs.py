@@ -21,7 +21,8 @@ from torch.autograd import Function
 from .._base import sharded_rows, trees
 from .._base.torch_internals import functorch, operations
 from .._base.torch_internals.functorch import followed
-from . import gathered, losses, reductions, rule
+from . import gathered, losses, reductions, rule, weighted
+from .weighted import Weighted
 
 
 # A tensor that is summed or laid end to end, and which of the pieces' ``keeps`` says whether it
@@ -133,9 +134,9 @@ class Outputs:
     ) -> list[Taken]:
         """What is taken of leaf ``i`` below reduction ``n`` of one microbatch."""
         reduction, like = self.parts.looks[n].reduction, self.parts.looks[n].leaves[i]
-        if isinstance(x, losses.Weighted):
+        if isinstance(x, Weighted):
             total, weight = losses.terms_of(x, partial(self.parts.name_of, n, i))
-            keeps.append(losses.counts(total, weight))
+            keeps.append(weighted.counts(total, weight))
             total = torch.where(keeps[-1], total, 0.0).double()
             return [(total, "whole", len(keeps)), (weight, "whole", 0)]
         if _is_number(x, reduction):
@@ -197,7 +198,7 @@ class Outputs:
 
     def finish_leaf(self, reduction: str, like: Any, rest: Iterator[Tensor]) -> Any:
         """One leaf for the whole batch."""
-        if isinstance(like, losses.Weighted):
+        if isinstance(like, Weighted):
             total, weight = next(rest), next(rest)
             return losses.mean_value(total, losses.divisor(weight)).to(like.total)
         if not isinstance(like, reductions.Look) and not _is_number(like, reduction):

@@ -17,7 +17,8 @@ from torch import Tensor
 from .._base import dtensors, sharded_rows
 from .._base.sharded_rows import NOWHERE, Over
 from .._base.trees import NAMESPACE, Tree, paths, sum_dtype, tree_leaves, tree_map, unflatten
-from . import losses
+from . import losses, weighted
+from .weighted import Weighted
 from .weights import Microbatch
 
 
@@ -173,8 +174,8 @@ class Subtrees:
 
     def look(self, x: Any) -> Any:
         """What is kept of a leaf: no tensor, and of a ``Weighted`` the dtype of its mean."""
-        if isinstance(x, losses.Weighted):
-            return losses.Weighted(losses.dtype_of_mean(x), 0)  # pyright: ignore
+        if isinstance(x, Weighted):
+            return Weighted(losses.dtype_of_mean(x), 0)  # pyright: ignore
         return Look(tuple(x.shape[self.stacked :]), x.dtype) if isinstance(x, Tensor) else x
 
     def check(self, x: Any, n: int, i: int, rows: int, dim: int = 0) -> None:
@@ -281,7 +282,7 @@ def fold_aux(
 
 def share_of(added: Microbatch) -> Tensor:
     """What a microbatch weighs in a mean of its aux."""
-    weight = added.weight
+    weight = torch.nan if isinstance(added.terms, Tensor) else added.weight  # it has several
     if isinstance(weight, Tensor):
         return weight
     return torch.full_like(dtensors.local(added.value), weight, dtype=torch.float64)
@@ -334,7 +335,7 @@ def _reduced(state: AuxState, n: int, i: int, leaf: Any, stack: Stack, rows: int
         leaf = tree_map(lambda x: _numbers(x, stack.share), leaf)
         before = reduction.init(tree_map(lambda x: x[0], leaf)) if before is None else before
         return reduction.update(before, leaf, stack.share)
-    if isinstance(leaf, losses.Weighted):
+    if isinstance(leaf, Weighted):
         return _terms(before, leaf, stack, partial(parts.name_of, n, i))
     if reduction == "last" and not isinstance(leaf, Tensor):
         return leaf
@@ -350,7 +351,7 @@ def _reduced(state: AuxState, n: int, i: int, leaf: Any, stack: Stack, rows: int
     return more if before is None else fold.merge(before, more)
 
 
-def _terms(state: Any, leaf: losses.Weighted, stack: Stack, name: Callable[[], str]) -> Any:
+def _terms(state: Any, leaf: Weighted, stack: Stack, name: Callable[[], str]) -> Any:
     """The total and the weight of a mean that has a weight of its own, summed."""
     its: Any = leaf
     if not all(isinstance(x, (Tensor, int, float)) for x in its):
@@ -358,8 +359,8 @@ def _terms(state: Any, leaf: losses.Weighted, stack: Stack, name: Callable[[], s
     totals, weights = state or (0.0, 0.0)
     each = zip(*[_numbers(x, stack.share) for x in leaf], strict=True)
     for i, (total, weight) in enumerate(each):
-        total, weight = losses.terms_of(losses.Weighted(total, weight), name)
-        keep = losses.counts(total, weight)
+        total, weight = losses.terms_of(Weighted(total, weight), name)
+        keep = weighted.counts(total, weight)
         if stack.finite is not None:
             keep, weight = keep & stack.finite[i], torch.where(stack.finite[i], weight, 0.0)
         totals = totals + torch.where(keep, total, 0.0).double()
@@ -389,7 +390,7 @@ def _numbers(leaf: Any, like: Tensor) -> Any:
 def _finished(reduction: Any, state: Any, like: Any, over: Over) -> Any:
     if is_reducer(reduction):
         return reduction.finalize(state)
-    if isinstance(like, losses.Weighted):
+    if isinstance(like, Weighted):
         return losses.mean_value(state[0], losses.divisor(state[1])).to(like.total)
     if reduction == "last" and not isinstance(like, Look):
         return state

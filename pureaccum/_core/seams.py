@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from . import coupling, exchange, losses, sums, weights
+from . import coupling, exchange, losses, sums, terms, weights
 
 
 Nonfinite = Literal["propagate", "skip", "raise"]
@@ -42,6 +42,7 @@ class Portion(NamedTuple):
     rows: int
     carried: Any  # from the microbatch before
     counts: int | None
+    whole: terms.Whole = None  # the weights of the whole batch, of a sum of ``Weighted``
 
 
 class Recorded(NamedTuple):
@@ -64,7 +65,7 @@ class Seams(NamedTuple):
     """How one microbatch is added: the places where layers wrap."""
 
     loss: coupling.LossOfPart
-    read: Callable[[Any], tuple[losses.Read, losses.Shape]]
+    read: Callable[..., tuple[losses.Read, losses.Shape]]
     term: Term  # no weighing: it is known to add nothing, and no gradient is taken
     take: Take | None = None  # None: straight into the sums
     judge: Judge | None = None

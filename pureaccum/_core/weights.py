@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._base import dtensors, trees
 from .._base.torch_internals import kernels
-from . import losses
+from . import losses, weighted
 
 
 LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which is faster
@@ -133,6 +133,7 @@ class Microbatch(NamedTuple):
     weight: float | Tensor  # of its mean, and of its aux; its samples where the loss is a plain sum
     dtype: torch.dtype  # of the loss
     weighted: bool  # whether the loss is ``Weighted``
+    terms: Tensor | tuple[()] = ()  # of a sum of such: see losses.read
     finite: Tensor | None = None  # None: the total tells
     aux: Any = ()
     squares: Tensor | tuple[()] = ()  # see with_squares
@@ -154,7 +155,7 @@ def enter(
     """The entry of a microbatch, from what its loss returned."""
     value, times = seen.total, 1.0
     if isinstance(seen.weight, Tensor):
-        value = torch.where(losses.counts(seen.total, seen.weight), seen.total, 0.0)
+        value = torch.where(weighted.counts(seen.total, seen.weight), seen.total, 0.0)
         weight = seen.weight
     elif reduction == "sum":
         weight = float(rows or 0)
@@ -168,7 +169,12 @@ def enter(
         times = weight = float(rows)
         value = value if rows else torch.zeros_like(value)  # the mean of nothing is NaN
     return Microbatch(
-        value=value, times=times, weight=weight, dtype=shape.dtype, weighted=shape.weighted
+        value=value,
+        times=times,
+        weight=weight,
+        dtype=shape.dtype,
+        weighted=shape.weighted,
+        terms=seen.terms,
     )
 
 
@@ -185,7 +191,7 @@ def weigh(
         weight = seen.weight
         power = _power_of_two(weight.detach())
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
-        return Weighing(cotangent, power / (unit or 1.0), losses.counts(total, weight))
+        return Weighing(cotangent, power / (unit or 1.0), weighted.counts(total, weight))
     if reduction == "sum":
         return Weighing(torch.ones_like(total), 1.0 / (unit or 1.0), None)
     if not rows:
@@ -258,12 +264,14 @@ def without_skipped(entry: Microbatch, finite: Tensor) -> Microbatch:
     """An entry that is zero unless it is finite: a skipped microbatch takes its weight along."""
     none = torch.zeros_like(finite, dtype=torch.float64)
     value = torch.where(dtensors.replicated(finite, entry.value), entry.value, 0.0)
-    squares = entry.squares
-    if isinstance(squares, Tensor):
-        squares = torch.where(finite, squares, 0.0)
+    squares, terms = (
+        torch.where(finite, x, 0.0) if isinstance(x, Tensor) else x
+        for x in (entry.squares, entry.terms)
+    )
     return entry._replace(
         value=value,
         weight=torch.where(finite, none + entry.weight, none),
         finite=finite,
+        terms=terms,
         squares=squares,
     )

@@ -11,11 +11,24 @@ import torch
 from torch import Tensor
 
 from .._base import dtensors, sharded_rows, trees
-from .._base.torch_internals import modes
-from . import batches, coupling, engines, exchange, losses, reductions, seams, weights, windows
+from .._base.torch_internals import functorch, modes
+from . import (
+    batches,
+    coupling,
+    denominators,
+    engines,
+    exchange,
+    losses,
+    reductions,
+    seams,
+    terms,
+    weights,
+    windows,
+)
 from .layers import order
 from .ledger import AccumState, Flow, Ledger, amounts_of, plain_sum, settle
 from .sums import Kinds, Sums
+from .weighted import WeightedSum
 from .writes import guarding
 
 
@@ -97,7 +110,7 @@ def means(
 ) -> tuple[list[Tensor], Tensor, trees.Tree]:
     """Gradients in the dtypes of the leaves, the value in that of the loss, and the reduced aux."""
     state = sums.state
-    by = losses.divisor(state.weight, plain_sum(state, reduction))
+    by = losses.divisor(terms.whole_weight(state.weight), plain_sum(state, reduction))
     own = modes.may_add_in_place()  # the sums are the engine's
     grads = weights.divided(dtensors.resolved(state.grads), by / sums.unit, own=own)
     grads = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]
@@ -114,9 +127,20 @@ def accumulate(
     if rule.has_aux and len(cut.sizes) > 1 and dtensors.any_sharded(cut.batch.leaves):
         flow = flow._replace(over=sharded_rows.rows_over(cut.batch.leaves))
     summed = partial(_summed, loss, cut, window, kinds, flow)
-    if rule.nonfinite != "skip" or leaves[0].device.type != "cpu" or modes.transform_active():
-        return summed(rule)
-    return speculating(summed, rule)
+    looks = leaves[0].device.type == "cpu" and not modes.transform_active()
+
+    def sums(whole: terms.Whole) -> tuple[Accumulated, list[weights.Microbatch]]:
+        if rule.nonfinite == "skip" and looks and not isinstance(whole, Tensor):
+            return speculating(partial(summed, whole), rule)
+        return summed(whole, rule)
+
+    if flow.whole is not None:
+        return sums(flow.whole)[0]
+    # of a batch in one piece the weights are known, unless a transform outside follows them
+    if cut.untouched and not functorch.transform_depth() and not functorch.forward_ad_active():
+        return sums("alone")[0]
+    counted = partial(_counted, loss, cut, window, flow)
+    return denominators.summed(sums, counted, loss, rule.nonfinite == "skip")
 
 
 def _summed(
@@ -125,11 +149,12 @@ def _summed(
     window: seams.Window,
     kinds: Kinds,
     flow: Flow,
+    whole: terms.Whole,
     rule: seams.Rule,
-) -> Accumulated:
+) -> tuple[Accumulated, list[weights.Microbatch]]:
     root, leaves, spec = loss.given[0]
     # What is skipped must not be NaN to a transform either, if it is a part of what counts.
-    whole = cut.size is None and (rule.nonfinite != "skip" or cut.untouched)
+    at_once = cut.size is None and (rule.nonfinite != "skip" or cut.untouched)
 
     def run(way: engines.Way) -> tuple[Ledger, list[Tensor]]:
         ledger, sums = Ledger(rule, flow), Sums(way.leaves, kinds)
@@ -142,16 +167,16 @@ def _summed(
             return f"{what} of microbatch {i} (from sample {sum(cut.sizes[:i])})"
 
         about = window._replace(rule=rule, name=name)
-        guard = guarding(loss.known, *loss.given, question=loss.question)
-        with guard as guarded, batches.cutting(len(cut.sizes), sized=cut.size is not None):
-            add = windows.adder(guarded(loss.call), loss.known, about, sums, way, whole=whole)
-            for part, rows, counts in cut.parts():
-                ledger.enter(add(seams.Portion(part, rows, ledger.flow.carried, counts)), rows)
+
+        def adder(call: coupling.LossOfPart) -> windows.Add:
+            return windows.adder(call, loss.known, about, sums, way, whole=at_once)
+
+        _enter(ledger, loss, cut, adder, whole)
         return ledger, sums.all()
 
     ledger, sums = windows.run_window(run, leaves, rule.engine, loss.known)
     last = ledger.entries[-1] if ledger.entries else None
-    return Accumulated(
+    came = Accumulated(
         state=amounts_of(ledger.entries, rule, dtensors.closed(sums, kinds.layouts)),
         unit=window.unit or 1.0,
         carried=ledger.flow.carried,
@@ -159,9 +184,47 @@ def _summed(
         dtype=torch.get_default_dtype() if last is None else last.dtype,
         weighted=False if last is None else last.weighted,
     )
+    return came, ledger.entries
 
 
-def speculating(summed: Callable[[seams.Rule], Accumulated], rule: seams.Rule) -> Accumulated:
+def _counted(
+    loss: windows.GuardedLoss, cut: CutBatch, window: seams.Window, flow: Flow
+) -> list[weights.Microbatch]:
+    """The entries of all microbatches, of which no gradient is taken."""
+    own = window.rule._replace(nonfinite="propagate", squares=False, scaled=False)
+    rule, unasked = order.check_rule(own), loss._replace(question=None)
+
+    def run(way: engines.Way) -> Ledger:
+        ledger = Ledger(rule, flow)
+        about = window._replace(rule=rule)
+        reader = partial(windows.reader, known=loss.known, window=about, way=way)
+        _enter(ledger, unasked, cut, reader, "counted")
+        return ledger
+
+    return windows.run_window(run, loss.given[0].leaves, rule.engine, loss.known).entries
+
+
+def _enter(
+    ledger: Ledger,
+    loss: windows.GuardedLoss,
+    cut: CutBatch,
+    adder: Callable[[coupling.LossOfPart], windows.Add],
+    whole: terms.Whole,
+) -> None:
+    """Enter all microbatches of a batch, as a function that ``adder`` makes of the loss says."""
+    guard = guarding(loss.known, *loss.given, question=loss.question)
+    with guard as guarded, batches.cutting(len(cut.sizes), sized=cut.size is not None):
+        add = adder(guarded(loss.call))
+        for part, rows, counts in cut.parts():
+            portion = seams.Portion(
+                tree=part, rows=rows, carried=ledger.flow.carried, counts=counts, whole=whole
+            )
+            ledger.enter(add(portion), rows)
+
+
+def speculating(
+    summed: Callable[[seams.Rule], tuple[Accumulated, list[weights.Microbatch]]], rule: seams.Rule
+) -> tuple[Accumulated, list[weights.Microbatch]]:
     """Skip without a gradient tree for each microbatch: inf and NaN never leave a sum.
 
     So add everything, look once at the end, and only where something is wrong do it again the
@@ -169,16 +232,15 @@ def speculating(summed: Callable[[seams.Rule], Accumulated], rule: seams.Rule) -
     """
     random = torch.get_rng_state()
     with exchange.inside_of(exchange.onlooker()) as around:
-        sums = summed(order.check_rule(rule._replace(nonfinite="propagate")))
-    grads, layouts = dtensors.opened(sums.state.grads)
-    good = bool(
-        trees.known(trees.all_finite_of(grads, layouts) & trees.is_finite(sums.state.total))
-    )
+        came = summed(order.check_rule(rule._replace(nonfinite="propagate")))
+    state = came[0].state
+    grads, layouts = dtensors.opened(state.grads)
+    good = bool(trees.known(trees.all_finite_of(grads, layouts) & trees.is_finite(state.total)))
     if around.group is not None:  # the loss waits for other ranks, which have to run it again too
         good = not exchange.any_rank([not good], grads[0].device, around.group)[0]
     if good:
-        return sums
-    del sums, grads
+        return came
+    del came, state, grads
     torch.set_rng_state(random)
     return summed(rule)
 
@@ -194,15 +256,25 @@ def evaluate(
     ledger = Ledger(rule, Flow(aux_reduction=aux_reduction))
     detach = None if modes.transform_active() else engines.detached
     way = engines.Way(forward=engines.by_func, leaves=[], detach=detach)
+    each: list[Tensor] = []  # of a sum of Weighted, the totals and weights of its terms
     for out, rows, counts in outs:
-        seen, shape = losses.read(out, rule.has_aux)
+        if isinstance(loss := losses.loss_in(out, rule.has_aux), WeightedSum):
+            pair = terms.apart(loss)[0]
+            each.append(pair if detach is None else detach(pair))
+            if each[-1].shape != each[0].shape:
+                raise terms.other_terms(each[-1].shape[1], each[0].shape[1])
+        seen, shape = losses.read(out, rule.has_aux, whole="counted")
         seen = engines.outside(seen, way)
         entry = weights.enter(seen, shape, counts, rule.reduction)
         ledger.enter(entry._replace(aux=losses.join_aux(seen.aux, shape)), rows)
     if not (entries := ledger.entries):
         value = torch.tensor(0.0 if rule.reduction == "sum" else torch.nan)
         return (value, None) if rule.has_aux else value
+    if each and len(each) < len(entries):
+        raise terms.other_terms(1, each[0].shape[1])
     total, weight, _ = settle(entries, rule)
+    if each:
+        total, weight = terms.sum_of_means(torch.stack(each).sum(0)), 1.0
     by = losses.divisor(weight, rule.reduction == "sum" and not entries[-1].weighted)
     value = trees.scalar(losses.mean_value(total, by), entries[-1].dtype, entries[-1].value.device)
     return value if ledger.flow.aux is None else (value, reductions.finish_aux(ledger.flow.aux))

@@ -35,6 +35,8 @@ class GuardedLoss(NamedTuple):
     known: writes.Known
     given: tuple[writes.Given, ...]  # first the leaves that it is differentiated by
     question: coupling.Question | None = None  # what it is asked
+    # The weights of all ranks, of those of this one: see denominators.py.
+    of_all_ranks: Callable[[Tensor], Tensor] = lambda weights: weights
 
 
 def adder(
@@ -56,6 +58,27 @@ def adder(
         seams, way = wrapped(seams, window, way)
         return engines.adding(seams, sums, way)
     return out_of_place(seams, known, window, sums, way, whole or not modes.transform_active())
+
+
+def reader(call: coupling.LossOfPart, known: writes.Known, window: Window, way: engines.Way) -> Add:
+    """A function that reads what a microbatch comes to, and takes no gradient."""
+    seams = order.layered(
+        Seams(loss=call, read=losses.read, term=of_total(window.rule, window.unit)), window
+    )
+
+    def entry_of(leaves: list[Tensor], part: Portion) -> outputs.Counted:
+        recorded = way.forward(seams, part, way._replace(leaves=leaves))
+        return outputs.Counted(seams.term(recorded, part.counts)[1], None)
+
+    def read(part: Portion) -> weights.Microbatch:
+        # Nothing is recorded by forward AD; what a Function gives would have a tangent of zero,
+        # which torch 2.13 makes float64 where a 0-d one meets a number of Python.
+        if not modes.transform_active() or functorch.forward_ad_active():
+            return entry_of(way.leaves, part).tree
+        given = arguments.Arguments.of((way.leaves, part), {})
+        return microbatch.call_microbatched(entry_of, given, outputs.Whole(), known, guards=False)
+
+    return read
 
 
 def wrapped(seams: Seams, window: Window, way: engines.Way) -> tuple[Seams, engines.Way]:

@@ -49,6 +49,7 @@ class Known:
         self.captures: bool | None = None
         # What it, or a loss made of the same functions, has answered: see coupling.py.
         self.answers: dict[Any, coupling.Answer] = {}
+        self.terms: int | None = None  # of a sum of ``Weighted``, once known: see denominators.py
         self.by_func = False  # whether it calls what plain autograd takes for a constant
         self.draws = self.reaches = False  # whether it was seen to draw, or to reach other ranks
         self.unseen = False  # whether it was found that its use of leaves cannot be followed

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._base import checks, dtensors, sharded_rows, states, trees
 from .._base.torch_internals import modes
-from .._core import accumulator, history, ledger, losses, reductions, writes
+from .._core import accumulator, history, ledger, losses, reductions, weighted, writes
 from .._core.ledger import AccumState
 from . import by_layers, chunks, reducers, scaling
 
@@ -320,7 +320,7 @@ def _with_chunk(
 ) -> AccumState:
     value, weight, squares = chunk.value, len(chunk.value), state.squares
     if isinstance(chunk.weight, Tensor):
-        value = torch.where(losses.counts(value, chunk.weight), value, 0.0)
+        value = torch.where(weighted.counts(value, chunk.weight), value, 0.0)
         weight = chunk.weight.sum()
     value = value.double()
     if isinstance(squares, Tensor):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._base import trees
-from .._core import losses, weights
+from .._core import weighted, weights
 from .._optim import combinators
 
 
@@ -73,7 +73,7 @@ def scaled_and_kept(
     parts: list[list[int]],
 ) -> tuple[Tensor | tuple[()], Tensor | tuple[()]]:
     """By what the gradients of samples are multiplied, and which of them are kept."""
-    keep = losses.counts(value, weight) if isinstance(weight, Tensor) else None
+    keep = weighted.counts(value, weight) if isinstance(weight, Tensor) else None
     if isinstance(transform, Clip):
         for norm in norms:
             finite = ((norm - norm) == 0).to(value.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._base import containers, dtensors, sharded_rows, trees
-from .._core import batches, coupling, losses, weights, writes
+from .._core import batches, coupling, losses, terms, weights, writes
 from .._pure import keys
 from . import plans
 from .buffers import advance_buffers, collect_buffers, watching
@@ -98,12 +98,15 @@ def sharing(plan: plans.Plan, shared: tuple[Any, ...]) -> plans.Plan:
     if not shared:
         return plan
     leaves, spec = containers.open_tree(shared)
-    return with_shared(plan, trees.unflatten(spec, leaves))
+    return with_shared(plan, trees.unflatten(spec, leaves), plan.calling.whole)
 
 
-def with_shared(plan: plans.Plan, shared: tuple[Any, ...]) -> plans.Plan:
-    """The plan of a call that gives the loss these, which are trees of tensors."""
-    return plan._replace(calling=plan.calling._replace(shared=shared))
+def with_shared(plan: plans.Plan, shared: tuple[Any, ...], whole: terms.Whole = None) -> plans.Plan:
+    """The plan of a call that gives the loss these, which are trees of tensors.
+
+    ``whole`` are the weights of the whole batch, of a sum of ``Weighted``.
+    """
+    return plan._replace(calling=plan.calling._replace(shared=shared, whole=whole))
 
 
 def what_is_shared(plan: plans.Plan) -> tuple[writes.Given, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._base import dtensors, states, trees
 from .._base.torch_internals import modes
 from .._base.trees import norm
-from .._core import ledger, losses, reductions, weights
+from .._core import ledger, losses, reductions, terms, weights
 from .._optim import updates
 from .._samples import noise_scale
 from . import plans
@@ -99,7 +99,7 @@ def mean_gradients(plan: plans.Plan, state: TrainState, summed: Summed) -> Means
     accum, unit = summed.accum, summed.unit
     total, weight, count, skipped, nonfinite, weighted = trees.on_host(
         accum.total,
-        accum.weight,
+        terms.whole_weight(accum.weight),
         accum.microbatches,
         accum.skipped,
         accum.nonfinite,

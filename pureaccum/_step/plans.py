@@ -8,7 +8,7 @@ import torch
 
 from .._base import checks, claims, trees
 from .._base.torch_internals import modes
-from .._core import buckets, history, ledger, precision, seams, writes
+from .._core import buckets, history, ledger, precision, seams, terms, writes
 from .._core.structures import Structures
 from .._optim import updates
 from .buffers import Threading, begin_buffers
@@ -28,6 +28,7 @@ class Calling(NamedTuple):
     known: writes.Known  # what is known of it: see writes.py
     check: bool  # whether it is asked if it may be cut
     shared: tuple[Any, ...] = ()  # what a call gives it beside the batch, whole
+    whole: terms.Whole = None  # the weights of the whole batch, of a sum of ``Weighted``
 
 
 class Plan(NamedTuple):

@@ -22,7 +22,7 @@ from .._base import checks, claims, dtensors, trees
 from .._base.settings import settings_of
 from .._base.torch_internals import functorch, modes
 from .._core import buckets, causes, ledger
-from .._core.exchange import any_rank, exchange, gather_one
+from .._core.exchange import Exchange, any_rank, exchange, gather_one
 from . import plans
 from .buffers import Carried, LayerMoments, batch_norm_buffers, begin_buffers, merged_moments
 from .state import StepWindow, TrainState
@@ -113,6 +113,15 @@ def window_of_all_ranks(
     own = window._replace(accum=window.accum._replace(grads=sums))
     accum, (buffers, rows) = of_all_ranks(plan, state, own, unit)
     return StepWindow(accum._replace(grads=trees.unflatten(spec, accum.grads)), buffers, rows)
+
+
+def weights_of_all(plan: plans.Plan, weights: Tensor) -> Tensor:
+    """The weights of the terms of a loss over all ranks, of those of this one."""
+    if plan.group is None:
+        return weights
+    if not modes.at_top_level():
+        return exchange("psum", weights, plan.group)
+    return Exchange("psum", buckets.group_of(plan.group)).run([weights])[0]
 
 
 def check_same(

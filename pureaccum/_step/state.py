@@ -112,16 +112,17 @@ class Step(Functions):
 
     Attributes:
         init: ``init(params, buffers=None, seed=0)`` gives the first state, of copies.
-        window: ``window(state, microbatches, *shared)`` gives ``(state, info)``: one step over the
-            microbatches of a stream, such as a list that ``windows`` gave. It is ``begin``,
-            ``update`` for each of them, and ``apply``, with aux reduced as by the step itself.
+        window: ``window(state, microbatches, *shared, weights=None)`` gives ``(state, info)``: one
+            step over the microbatches of a stream, such as a list that ``windows`` gave. It is
+            ``begin``, ``update`` for each of them, and ``apply``, with aux reduced as by the step.
         begin: ``begin(state)`` gives an empty window, for a stream of microbatches.
-        update: ``update(state, window, microbatch, *shared, offset=None)`` gives the window with
-            one more microbatch, or ``(window, aux)``. It need not have samples, or as many in each
+        update: ``update(state, window, microbatch, *shared, offset=None, weights=None)`` gives the
+            window with one more, or ``(window, aux)``. It need not have samples, or as many in each
             of its tensors, where the loss is no mean over samples, and there are no keys: packed
             sequences, or a list of images of several sizes, with ``Weighted``. With keys,
             ``offset`` says how many samples of the step come before it, where ranks share them out
-            or they come in another order.
+            or they come in another order. Of a sum of ``Weighted``, ``weights`` are those of each
+            term over all microbatches of the step.
         apply: ``apply(state, window)`` gives ``(state, info)``.
         whole: ``whole(state, batch, *shared)`` is the step itself.
         merge: ``merge(a, b)`` gives one window of two that began with the same state, such as those

@@ -18,7 +18,7 @@ from .._core.seams import Window
 from . import microbatch_loss, next_state, plans, ranks, structure
 from .buffers import begin_buffers
 from .state import StepInfo, StepWindow, TrainState
-from .windows import first_row
+from .windows import first_row, with_weights
 
 
 Summing = Callable[..., next_state.Summed]  # see ``sums_of_rows``
@@ -154,8 +154,10 @@ def update_in_sums(
     microbatch: trees.Tree,
     *shared: Any,
     offset: int | None = None,
+    weights: Any = None,
 ) -> Any:
     """The window with one more microbatch, whose samples ``summing`` sums; or ``(window, aux)``."""
+    plan = with_weights(plan, state, weights)
     new, aux = _folded(plan, summing, state, window, None, microbatch, shared, offset)
     return (new, next_state.finished_aux(aux)) if plan.calling.has_aux else new
 
@@ -169,8 +171,10 @@ def folded_in_sums(
     aux: reductions.AuxState | None,
     microbatch: trees.Tree,
     *shared: Any,
+    weights: Any = None,
 ) -> tuple[StepWindow, reductions.AuxState | None]:
     """The same, and what has been reduced of aux with that of this microbatch."""
+    plan = with_weights(plan, state, weights)
     return _folded(plan, summing, state, window, aux, microbatch, shared)
 
 
@@ -186,7 +190,8 @@ def _folded(
 ) -> tuple[StepWindow, reductions.AuxState | None]:
     params = plans.read_train_state(plan, state)
     plans.check_window(plan, state, window, params)
-    flow = _flow(plan, (window.buffers, first_row(plan, window, offset)))._replace(aux=aux)
+    flow = _flow(plan, (window.buffers, first_row(plan, window, offset)))
+    flow = flow._replace(aux=aux, whole=plan.calling.whole)
     sums = summing(state, microbatch, flow, *shared)
     grads = [x * sums.unit if sums.unit != 1 else x for x in sums.state.grads]
     own = ledger.in_tensors(sums.state, state.samples.device, plan.rule.squares)
@@ -242,6 +247,7 @@ def _accumulated(
         plan.calling.known,
         (writes.Given("state.params", leaves, spec), *microbatch_loss.what_is_shared(plan), rows),
         question,
+        partial(ranks.weights_of_all, plan),
     )
     return whole_batch.accumulate(
         loss, cut, Window(rule=plan.rule, scale=next_state.scale_of(plan, state)), kinds, flow

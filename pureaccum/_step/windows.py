@@ -14,10 +14,11 @@ import torch
 
 from .._base import checks, states, trees
 from .._base.torch_internals import modes
-from .._core import batches, ledger, reductions, seams, structures, weights, windows, writes
+from .._core import batches, ledger, reductions, seams, structures, terms, windows, writes
 from .._core.accumulator import updated
 from .._core.coupling import question_of
 from .._core.sums import Kinds, kinds_of
+from .._core.weights import Microbatch
 from . import microbatch_loss, next_state, plans, ranks
 from .buffers import begin_buffers, merged_moments
 from .state import StepInfo, StepWindow, TrainState
@@ -49,8 +50,10 @@ def update_window(
     microbatch: trees.Tree,
     *shared: Any,
     offset: int | None = None,
+    weights: Any = None,
 ) -> Any:
     """The window with one more microbatch, or ``(window, aux)``."""
+    plan = with_weights(plan, state, weights)
     if shared:
         plan = microbatch_loss.sharing(plan, shared)
     window, entry, _ = updated_window(plan, state, window, microbatch, offset=offset)
@@ -65,11 +68,11 @@ def folded_window(
     aux: reductions.AuxState | None,
     microbatch: trees.Tree,
     *shared: Any,
+    weights: Any = None,
 ) -> tuple[StepWindow, reductions.AuxState | None]:
     """The window with one more microbatch, and what has been reduced of aux with its own."""
-    window, entry, rows = updated_window(
-        microbatch_loss.sharing(plan, shared), state, window, microbatch
-    )
+    plan = microbatch_loss.sharing(with_weights(plan, state, weights), shared)
+    window, entry, rows = updated_window(plan, state, window, microbatch)
     if plan.calling.has_aux:
         skipping = plan.rule.nonfinite == "skip"
         aux = reductions.fold_aux(aux, entry, rows, plan.calling.aux_reduction, skipping)
@@ -84,7 +87,7 @@ def updated_window(
     unit: float | None = None,
     offset: int | None = None,
     counts: int | None = None,
-) -> tuple[StepWindow, weights.Microbatch, int]:
+) -> tuple[StepWindow, Microbatch, int]:
     """The window with one more microbatch, what that came to, and its samples, if it has any.
 
     Its mean counts for its samples, or for as many as ``counts`` says.
@@ -113,7 +116,13 @@ def updated_window(
         question_of(read, plan.rule) if plan.calling.check else None,
     )
     before = window.buffers, first_row(plan, window, offset)
-    part = seams.Portion(microbatch, rows, before, counts or read.rows)
+    part = seams.Portion(
+        tree=microbatch,
+        rows=rows,
+        carried=before,
+        counts=counts or read.rows,
+        whole=plan.calling.whole,
+    )
     about = seams.Window(rule=plan.rule, unit=unit, scale=next_state.scale_of(plan, state))
     accum, entry = updated(window.accum, loss, read, part, about, kinds, plan.donate)
     carried = window.buffers, window.rows
@@ -132,6 +141,14 @@ def updated_window(
             states.mark(trees.tree_leaves(window.accum), states.Spoiled)
         raise
     return StepWindow(accum, *after), entry, rows
+
+
+def with_weights(plan: plans.Plan, state: TrainState, weights: Any) -> plans.Plan:
+    """The plan of a call that is given the weights of the terms of the loss, if it is given any."""
+    if weights is None:
+        return plan
+    whole = terms.given_weights(weights, state.samples.device)
+    return plan._replace(calling=plan.calling._replace(whole=whole))
 
 
 def first_row(plan: plans.Plan, window: StepWindow, offset: int | None) -> torch.Tensor:
@@ -159,6 +176,7 @@ def step_over_stream(
     state: TrainState,
     microbatches: Iterable[trees.Tree],
     *shared: Any,
+    weights: Any = None,
 ) -> tuple[TrainState, StepInfo]:
     """One step over the microbatches of a stream; ``more`` adds one of them, and its aux."""
     if isinstance(microbatches, (torch.Tensor, Mapping, str)) or not isinstance(
@@ -171,7 +189,7 @@ def step_over_stream(
         )
     window, aux = begin_window(plan, state), None
     for microbatch in microbatches:
-        window, aux = more(state, window, aux, microbatch, *shared)
+        window, aux = more(state, window, aux, microbatch, *shared, weights=weights)
     state, info = apply(state, window)
     return state, info._replace(aux=next_state.finished_aux(aux))
 

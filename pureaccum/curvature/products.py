@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .._base import checks, trees
 from .._base.torch_internals import functorch, modes
-from .._core.losses import Reduction, Weighted, read, sane
+from .._core.losses import Reduction, read, sane
+from .._core.weighted import Weighted
 from .._core.weights import quotient
 from . import derivatives, passes
 

@@ -35,7 +35,9 @@ def reaching_ranks(seams: Seams, window: Window) -> Seams:
             cotangent = torch.where(weighing.keep, weighing.cotangent, 0.0)
             weighing = weighing._replace(cotangent=cotangent, keep=None)
         weight, times = recorded.seen.weight, weighing.factor * unit
-        if divides is not None and not isinstance(weight, tuple):
+        if isinstance(entry.terms, torch.Tensor):
+            pass  # its total is divided already
+        elif divides is not None and not isinstance(weight, tuple):
             # unless the batch is whole, its weight is not known yet
             times = times / weight.detach() if divides == 1.0 else None
         elif divides is not None and rule.reduction == "mean":

@@ -5,6 +5,8 @@ The norm of a gradient that lies on several ranks is known once all of it is the
 
 from typing import Any
 
+from torch import Tensor
+
 from ..._base import dtensors, trees
 from .. import weights
 from ..seams import Seams, Window, handing_on, judged_below
@@ -18,6 +20,11 @@ def squares(seams: Seams, window: Window) -> Seams:
 
     def term(*given: Any) -> Any:
         weighing, entry = seams.term(*given)
+        if isinstance(entry.terms, Tensor):
+            raise ValueError(
+                "squares=True (noise=True of a step) came with a sum of Weighted: the noise of a "
+                "gradient is that of one mean. Measure it of one term."
+            )
         if window.rule.reduction == "sum" and not entry.weighted:
             raise ValueError(
                 "squares=True (noise=True of a step) came with reduction='sum': the noise of a "

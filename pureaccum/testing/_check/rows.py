@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..._base import trees
-from ..._core import losses
+from ..._core.weighted import Weighted
 from .report import Diagnosis, Indices, Split
 from .trials import Bound, Result, Trial, errors, raises, value_and_gradient
 
@@ -71,7 +71,7 @@ class LossOfRows(NamedTuple):
         def total(params: Any, part: Any) -> Any:
             loss = subject.loss_fn(params, part)
             loss = loss[0] if subject.has_aux else loss
-            if not isinstance(loss, losses.Weighted):
+            if not isinstance(loss, Weighted):
                 return loss
             weights.append(float(loss.weight))
             return loss.total

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..._base import refusals, trees
 from ..._base.torch_internals import autograd, modes, module_slots
 from ..._core import ledger, losses
+from ..._core.weighted import Weighted
 from .._pure import generators_beside_torch, reachable
 from . import report
 from .kept import Held, Kept, Namespace, differs
@@ -188,7 +189,7 @@ class _Watching(TorchFunctionMode):
         with self, self.following_modules(), self.watching_generators():
             out = self.subject.loss_fn(params, part)
         loss = out[0] if self.subject.has_aux and losses.is_pair(out) else out
-        weighted = isinstance(loss, losses.Weighted)
+        weighted = isinstance(loss, Weighted)
         total = loss.total if weighted else loss
         if isinstance(total, Tensor):
             leads = autograd.leads_to(total, trees.tree_leaves(params))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..._base import trees
-from ..._core.losses import Reduction, Weighted
+from ..._core.losses import Reduction
+from ..._core.weighted import Weighted
 from . import data
 
 

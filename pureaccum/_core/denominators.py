@@ -1,0 +1,87 @@
+"""The weights of a sum of ``Weighted`` over a whole batch, counted before the first gradient.
+
+    for part in microbatches: weights += those of loss(part)       # nothing is kept of it
+    for part in microbatches: gradients += those of Σ total / weight of loss(part)
+
+So there is one gradient tree, for one more forward pass. A generator draws the same numbers both
+times. What each term has of its weight is summed again with the gradients: where that is not all of
+it, since a loss is another one the second time, gradients and value are NaN (``whole_weight`` in
+losses.py).
+
+A microbatch that "skip" leaves out takes its weights along. Which these are is known of a total the
+first time, and of a gradient the second: then that is done once more, without its weights.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._base import random_state
+from .._base.torch_internals import modes
+from . import terms, windows
+from .weights import Microbatch
+
+
+T = TypeVar("T")
+
+# What is summed of a batch whose weights are these, and the entries of its microbatches.
+Sums = Callable[[terms.Whole], tuple[T, Sequence[Microbatch]]]
+
+
+def summed(
+    sums: Sums[T], count: Callable[[], Sequence[Microbatch]], loss: windows.GuardedLoss, skips: bool
+) -> T:
+    """What ``sums`` gives of a batch that is cut; ``count`` only reads its microbatches.
+
+    Whether there is anything to count shows once the loss was called. Then that call is undone.
+    """
+    known, compiling = loss.known, torch.compiler.is_dynamo_compiling()
+    devices = {x.device for x in loss.given[0].leaves}
+    if not known.terms:
+        new = known.terms is None and not compiling
+        before = random_state.generators(devices) if new else []
+        try:
+            result, entries = sums(None)
+            known.terms = 0 if entries else None
+            return result
+        except terms.UncountedError as error:
+            known.terms = error.terms
+        random_state.restore(before)
+    if skips and not modes.at_top_level():
+        raise RuntimeError(
+            "nonfinite='skip' came with a sum of Weighted under a transform or torch.compile: what "
+            "is left out takes its weights along, and nobody can look there which that is. Use "
+            "'propagate', or call it outside."
+        )
+    before = [] if compiling else random_state.generators(devices)
+    entries = count()
+    each = [x.terms for x in entries]
+    if entries and not all(isinstance(x, Tensor) for x in each):  # it is another loss by now
+        known.terms = 0
+        random_state.restore(before)
+        return sums(None)[0]
+    if len({len(x) for x in each}) > 1:
+        raise terms.other_terms(len(each[-1]), len(each[0]))
+    keep = [not skips or bool(torch.isfinite(x.value)) for x in entries]
+    while True:
+        whole = loss.of_all_ranks(_sum(each, keep, known.terms, loss.given[0].leaves[0].device))
+        random_state.restore(before)
+        result, entries = sums(whole)
+        if not skips:
+            return result
+        kept = [x.finite is None or bool(x.finite) for x in entries]
+        now = [a and b for a, b in zip(keep, kept, strict=True)]
+        changed = loss.of_all_ranks(torch.tensor([float(now != keep)], device=whole.device))
+        if not changed:
+            return result
+        keep = now
+
+
+def _sum(each: Sequence[Any], keep: Sequence[bool], terms: int, device: torch.device) -> Tensor:
+    """The weights of the microbatches that are kept."""
+    kept = [x for x, its in zip(each, keep, strict=True) if its]
+    if not kept:
+        return torch.zeros(len(each[0]) if each else terms, dtype=torch.float64, device=device)
+    return torch.stack(kept).sum(0)

@@ -1,0 +1,257 @@
+"""A loss that says what it is a mean over, and sums of such losses.
+
+Weighted(a, n)                            a / n, of the whole batch
+Weighted(a, n) + 0.3 * Weighted(b, k)     a / n + 0.3 * b / k: each over its own weight
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import dtensors, trees
+from .._base.torch_internals import functorch
+
+
+class Weighted(NamedTuple):
+    """A loss that is ``total / weight``: the mean over tokens, over a mask, over anything.
+
+    The rule, for the microbatches of a batch::
+
+        value = Σ total / Σ weight        gradient = Σ d total / d params / Σ weight
+
+    A loss returns it in place of a scalar, and it overrides ``reduction``. However unevenly the
+    weight is spread, that is the mean over the whole batch. A microbatch of weight zero adds its
+    total where that is a number other than zero (the sum over all anchors, say, over the number of
+    positives), and else exactly nothing, even where it is NaN. A batch of no weight has no value:
+    it is NaN, and a step over it is not applied. The weight is a constant of the gradient; a
+    transform around it (a meta-gradient with respect to the weights of samples) sees what it
+    depends on.
+
+    ``number * Weighted``, ``-Weighted`` and ``Weighted / number`` scale the total. A sum of several
+    is a loss too, each term a mean over its own weight::
+
+        Weighted(loss, tokens) + 0.3 * Weighted(balance, sequences) - Weighted(kl, positions)
+
+    A term of no weight in the whole batch adds nothing; only where no term has any is there no
+    value. All weights have to be known before the first gradient, so a batch that is cut goes
+    through the loss twice, first for its weights: about 1.5 of the time, and no more memory. (Not
+    where all terms have one tensor for their weight.) Where nothing can be counted first, as in a
+    stream, ``update`` takes ``weights=``. Every microbatch, on every rank, has as many terms.
+
+    Attributes:
+        total: The sum of the losses, a 0-d tensor.
+        weight: What to divide by: a 0-d tensor or a number, not negative.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import value
+        >>> def loss(w, batch):
+        ...     return Weighted((w * batch["x"] * batch["mask"]).sum(), batch["mask"].sum())
+        >>> batch = {"x": torch.tensor([1.0, 3.0, 7.0]), "mask": torch.tensor([1, 1, 0])}
+        >>> value(loss, microbatch_size=1)(torch.tensor(2.0), batch)
+        tensor(4.)
+        >>> both = lambda w, batch: loss(w, batch) + 0.5 * Weighted(w * len(batch["x"]), 1)
+        >>> value(both, microbatch_size=1)(torch.tensor(2.0), batch)
+        tensor(5.)
+    """
+
+    total: Tensor
+    weight: Tensor | float
+
+    def __mul__(self, factor: Any) -> "Weighted":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Weighted(self.total * _number(factor, "*"), self.weight)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "Weighted":
+        return Weighted(self.total / _number(divisor, "/"), self.weight)
+
+    def __neg__(self) -> "Weighted":
+        return Weighted(-self.total, self.weight)
+
+    def __add__(self, other: Any) -> Any:
+        return WeightedSum((self,)) + other
+
+    def __sub__(self, other: Any) -> Any:
+        return self + _negative(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    __radd__ = __add__
+
+
+class WeightedSum(NamedTuple):
+    """A sum of means, each over its own weight, as adding ``Weighted`` gives it.
+
+    Attributes:
+        terms: Its means, each with its coefficient in the total.
+    """
+
+    terms: tuple[Weighted, ...]
+
+    def __mul__(self, factor: Any) -> "WeightedSum":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return WeightedSum(tuple([term * factor for term in self.terms]))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "WeightedSum":
+        return WeightedSum(tuple([term / divisor for term in self.terms]))
+
+    def __neg__(self) -> "WeightedSum":
+        return WeightedSum(tuple([-term for term in self.terms]))
+
+    def __add__(self, other: Any) -> Any:
+        if type(other) is int and other == 0:  # where Python's sum() begins
+            return self
+        if not isinstance(other, (Weighted, WeightedSum)):
+            raise TypeError(
+                f"{describe(other)} and a Weighted were added or subtracted, and it is not said "
+                "what the other is a mean over. Say so: Weighted(other, weight). A penalty on "
+                "params goes into a total, weight * penalty, or is Weighted(rows * penalty, rows)."
+            )
+        terms = [*self.terms]
+        for term in (other,) if isinstance(other, Weighted) else other.terms:
+            alike = [i for i, x in enumerate(terms) if _same_weight(x, term)]
+            if alike:
+                terms[alike[0]] = _over_one_weight(terms[alike[0]], term)
+            else:
+                terms.append(term)
+        return terms[0] if len(terms) == 1 else WeightedSum(tuple(terms))
+
+    def __sub__(self, other: Any) -> Any:
+        return self + _negative(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    __radd__ = __add__
+
+
+def _negative(x: Any) -> Any:
+    return -x if isinstance(x, (Weighted, WeightedSum)) else x
+
+
+def _same_weight(a: Weighted, b: Weighted) -> bool:
+    """Whether two means have one tensor for their weight. Numbers may be equal by chance."""
+    return a.weight is b.weight and isinstance(a.weight, Tensor)
+
+
+def _over_one_weight(a: Weighted, b: Weighted) -> Weighted:
+    """The sum of two means over one weight: without weight, each adds its total if it is finite."""
+    weight: Any = a.weight
+    totals = [
+        torch.where((weight != 0) | ((x - x) == 0), x, torch.zeros_like(x))
+        for x in (a.total, b.total)
+    ]
+    return Weighted(totals[0] + totals[1], weight)
+
+
+def _number(factor: Any, sign: str) -> Any:
+    if isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.dim() == 0):
+        return factor
+    raise TypeError(
+        f"Weighted {sign} {describe(factor)}: expected a number or a 0-d tensor, which scales the "
+        "total."
+    )
+
+
+# What of it counts ----------------------------------------------------------------------------
+
+
+def counts(total: Tensor, weight: Tensor) -> Tensor:
+    """Whether a ``Weighted`` adds anything: it has a weight, or else a total that is a number.
+
+    A total without a weight is the numerator of a ratio whose denominator is elsewhere in the
+    batch. A total that is zero or not finite comes from a microbatch that is masked throughout.
+    """
+    # all ranks know that of a DTensor: see known_to_all_ranks
+    total = dtensors.local(total.detach())
+    return (weight != 0) | ((total != 0) & ((total - total) == 0))
+
+
+def selected(total: Tensor, keep: Tensor) -> Tensor:
+    """A total or zero; where the host can look, without its graph, whose zeros may be NaN."""
+    known = trees.known(keep)
+    if known is None:
+        # with a number in its place, tangents of a 0-d tensor are float64
+        return torch.where(keep, total, torch.zeros_like(total))
+    return total if known else torch.zeros_like(total)
+
+
+# What a loss may return -----------------------------------------------------------------------
+
+
+def checked_total(loss: Any, what: str, several: bool, weighted: bool = False) -> Tensor:
+    """A loss that is a number, or ``several`` where that is allowed, or an error about it."""
+    if not isinstance(loss, Tensor):
+        kind = "" if several else "0-d "
+        cause = (
+            "Perhaps it has no return statement."
+            if loss is None
+            else "With an auxiliary output, pass has_aux=True."
+            + several * " Several outputs go into one tensor: torch.stack or torch.cat."
+            if isinstance(loss, tuple)
+            else ""
+        )
+        raise TypeError(
+            f"{what} is {describe(loss)}; expected a {kind}floating-point tensor. {cause}".rstrip()
+        )
+    if loss.dim() != 0 and (weighted or not several):
+        cause = (
+            "Weighted is one number and its weight; a Jacobian is taken of a plain tensor."
+            if several
+            else "Reduce it over its microbatch: .mean() (or .sum() with reduction='sum'), or "
+            "Weighted(total, weight) for a mean over anything but samples."
+        )
+        raise ValueError(f"{what} has shape {tuple(loss.shape)}; expected a 0-d tensor. {cause}")
+    if not loss.is_floating_point():
+        cause = (
+            ("Take torch.view_as_real of it, " if several else "Take ")
+            + "its real part or its absolute value."
+            if loss.is_complex()
+            else "An integer has no gradient: an accuracy, or a cast on the way?"
+        )
+        raise TypeError(f"{what} is {loss.dtype}; expected a real floating-point tensor. {cause}")
+    return loss
+
+
+def checked_weight(weight: Any, total: Tensor) -> Tensor:
+    """A weight as float64, or an error that says what one is."""
+    if isinstance(weight, (bool, int, float)):
+        known = float(weight) if 0 <= weight < float("inf") else float("nan")
+        return torch.full((), known, dtype=torch.float64, device=total.device)
+    if not isinstance(weight, Tensor) or weight.dim() != 0 or weight.is_complex():
+        came = (
+            f"a {weight.dtype} tensor of shape {tuple(weight.shape)}"
+            if isinstance(weight, Tensor)
+            else describe(weight)
+        )
+        raise TypeError(
+            f"the weight of Weighted is {came}; expected a real 0-d tensor or a number: the sum of "
+            "the mask, say, and not the mask itself."
+        )
+    weight = weight.to(total.device, torch.float64)
+    return weight if dtensors.is_sharded(functorch.innermost(weight)) else sane(weight)
+
+
+def sane(weight: Tensor) -> Tensor:
+    """A weight; NaN in place of one that is negative or infinite.
+
+    There is no mean over such a weight, and nothing may stop to look at it: so the result is NaN.
+    """
+    return torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan)
+
+
+def describe(value: Any) -> str:
+    """What a loss returned, or a Weighted was computed with, in words."""
+    if value is None:
+        return "None"
+    if isinstance(value, (Weighted, WeightedSum)):
+        return "a Weighted" if isinstance(value, Weighted) else "a sum of Weighted"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"  # pyright: ignore[reportUnknownArgumentType]
+    return f"a {type(value).__name__}"
