@@ -37,37 +37,31 @@ def summed(
 
     Whether there is anything to count shows once the loss was called. Then that call is undone.
     """
-    known, compiling = loss.known, torch.compiler.is_dynamo_compiling()
-    devices = {x.device for x in loss.given[0].leaves}
+    known, leaves = loss.known, loss.given[0].leaves
     if not known.terms:
-        new = known.terms is None and not compiling
-        before = random_state.generators(devices) if new else []
+        before = _generators(leaves) if known.terms is None else []
         try:
             result, entries = sums(None)
             known.terms = 0 if entries else None
             return result
         except terms.UncountedError as error:
             known.terms = error.terms
-        random_state.restore(before)
+        _restore(before)
     if skips and not modes.at_top_level():
-        raise RuntimeError(
-            "nonfinite='skip' came with a sum of Weighted under a transform or torch.compile: what "
-            "is left out takes its weights along, and nobody can look there which that is. Use "
-            "'propagate', or call it outside."
-        )
-    before = [] if compiling else random_state.generators(devices)
+        raise terms.skipping_error()
+    before = _generators(leaves)
     entries = count()
     each = [x.terms for x in entries]
     if entries and not all(isinstance(x, Tensor) for x in each):  # it is another loss by now
         known.terms = 0
-        random_state.restore(before)
+        _restore(before)
         return sums(None)[0]
     if len({len(x) for x in each}) > 1:
         raise terms.other_terms(len(each[-1]), len(each[0]))
     keep = [not skips or bool(torch.isfinite(x.value)) for x in entries]
     while True:
-        whole = loss.of_all_ranks(_sum(each, keep, known.terms, loss.given[0].leaves[0].device))
-        random_state.restore(before)
+        whole = loss.of_all_ranks(_sum(each, keep, known.terms, leaves[0].device))
+        _restore(before)
         result, entries = sums(whole)
         if not skips:
             return result
@@ -85,3 +79,15 @@ def _sum(each: Sequence[Any], keep: Sequence[bool], terms: int, device: torch.de
     if not kept:
         return torch.zeros(len(each[0]) if each else terms, dtype=torch.float64, device=device)
     return torch.stack(kept).sum(0)
+
+
+def _generators(leaves: list[Tensor]) -> list[random_state.Drawn]:
+    """How generators stand; what a compiler draws is its own."""
+    if torch.compiler.is_dynamo_compiling():
+        return []
+    return random_state.generators({x.device for x in leaves})
+
+
+def _restore(states: list[random_state.Drawn]) -> None:
+    if states:
+        random_state.restore(states)

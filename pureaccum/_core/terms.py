@@ -121,6 +121,20 @@ def given_weights(weights: Any, device: torch.device) -> Tensor | None:
     return torch.stack([checked_weight(x, zero) for x in each])
 
 
+def number_of(loss: Any) -> int:
+    """How many terms a loss has whose weights have to be counted; 0 of one that is no such sum."""
+    return len(loss.terms) if isinstance(loss, WeightedSum) else 0
+
+
+def skipping_error() -> RuntimeError:
+    """The error where nobody can look which microbatches are left out."""
+    return RuntimeError(
+        "nonfinite='skip' came with a sum of Weighted under a transform or torch.compile: what is "
+        "left out takes its weights along, and nobody can look there which that is. Use "
+        "'propagate', or call it outside."
+    )
+
+
 class UncountedError(TypeError):
     """A loss is a sum of ``Weighted``, whose weights over the whole batch nobody has counted."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._base import checks, containers, dtensors, random_state, refusals, states, trees
-from .._core import batches, coupling, reductions, writes
+from .._core import batches, coupling, losses, reductions, terms, writes
 from . import constants, graphs, microbatch_loss, plans, ranks, recipes, whole_step, windows
 from .buffers import begin_buffers
 from .next_state import finished_aux
@@ -75,6 +75,8 @@ class CompiledStep:
             began = state._replace(samples=first)
         self.ask(kind, plan, state, batches.read_batch(batch), given)
         eagerly = partial(whole_step.step_whole, self.alone, state, batch, *shared)
+        plan = self.counted(kind, plan, began, batches.read_batch(batch), eagerly)
+        kind = kind, plan.calling.whole is None
 
         def make(free: recipes.Freedom | None) -> recipes.Recipe:
             return recipes.recipe_for(plan, state, batches.read_batch(batch), self.of_batches, free)
@@ -82,8 +84,9 @@ class CompiledStep:
         def call(recipe: recipes.Recipe) -> Any:
             parts = recipe.arrange(leaves)
             if recipe.form == "loop":
-                return self.looped(recipe, began, plan.calling.shared, parts.pieces, eagerly)
-            return self.finished(state, old, (plan.calling.shared, parts), eagerly, recipe)
+                return self.looped(recipe, plan, began, parts.pieces, eagerly)
+            beside = microbatch_loss.beside_batch(plan)
+            return self.finished(state, old, (beside, parts), eagerly, recipe)
 
         came = self.run(kind, make, call)
         if self.recipes[kind].form != "loop":
@@ -123,9 +126,11 @@ class CompiledStep:
         microbatch: trees.Tree,
         *shared: Any,
         offset: int | None = None,
+        weights: Any = None,
     ) -> Any:
         """The window with one more microbatch, or ``(window, aux)``."""
-        new, seen, _ = self.updated(state, window, microbatch, shared, offset)
+        plan = windows.with_weights(self.plan, state, weights)
+        new, seen, _ = self.updated(plan, state, window, microbatch, shared, offset)
         return (new, seen[0]) if self.plan.calling.has_aux else new
 
     @partial(plans.recording, eager=windows.folded_window)
@@ -136,13 +141,16 @@ class CompiledStep:
         aux: reductions.AuxState | None,
         microbatch: trees.Tree,
         *shared: Any,
+        weights: Any = None,
     ) -> tuple[StepWindow, reductions.AuxState | None]:
         """The window with one more microbatch, and what has been reduced of aux with its own."""
-        new, seen, rows = self.updated(state, window, microbatch, shared)
+        plan = windows.with_weights(self.plan, state, weights)
+        new, seen, rows = self.updated(plan, state, window, microbatch, shared)
         return new, graphs.reduced_aux(self.plan, aux, seen, rows)
 
     def updated(
         self,
+        plan: plans.Plan,
         state: TrainState,
         window: StepWindow,
         microbatch: trees.Tree,
@@ -153,20 +161,22 @@ class CompiledStep:
         sharded = dtensors.any_sharded([*trees.tree_leaves(state), *trees.tree_leaves(microbatch)])
         old = trees.flatten(state) if sharded else self.checked(state, window)
         flat = batches.read_microbatch(microbatch, "microbatch")
+        plan = microbatch_loss.sharing(plan, shared)
         if sharded or not flat.rows:
-            plan = microbatch_loss.sharing(self.of_dtensors if sharded else self.plan, shared)
+            if sharded:
+                of_loss = self.of_dtensors.calling.loss_fn
+                plan = plan._replace(calling=plan.calling._replace(loss_fn=of_loss))
             new, entry, rows = windows.updated_window(
                 plan, state, window, microbatch, offset=offset
             )
             return new, graphs.seen_of(plan, entry), rows
         batches.refuse_in_graphs(flat, "microbatch", None)
-        plan = microbatch_loss.sharing(self.plan, shared)
         at = windows.first_row(plan, window, offset)
         told = (
             *microbatch_loss.what_is_shared(plan),
             writes.Given("microbatch", flat.leaves, flat.spec),
         )
-        kind = "more", *kind_of(old, *told)
+        kind = "more", plan.calling.whole is None, *kind_of(old, *told)
         if kind not in self.recipes:
             constants.check_values(self.values, *told)
         self.ask(kind, plan, state, flat, told)
@@ -174,7 +184,8 @@ class CompiledStep:
         own = window if plan.donate else trees.tree_map(torch.clone, window)
         own = own._replace(rows=at)
         given = trees.flatten(own)
-        eagerly = partial(windows.update_window, self.alone, state, window, microbatch, *shared)
+        alone = plan._replace(donate=False, group=None)
+        eagerly = partial(windows.update_window, alone, state, window, microbatch)
 
         def make(free: recipes.Freedom | None) -> recipes.Recipe:
             as_it_is = plan._replace(donate=False, group=None, size=None)
@@ -182,7 +193,7 @@ class CompiledStep:
 
         def call(recipe: recipes.Recipe) -> Any:
             (part,) = recipe.arrange(flat.leaves).pieces
-            args = own, state, plan.calling.shared, part, None
+            args = own, state, microbatch_loss.beside_batch(plan), part, None
             return refusals.attempt(
                 self.graph("more", True, (recipe.key, None)), args, eagerly, plan.donate
             )
@@ -236,7 +247,9 @@ class CompiledStep:
         Of a batch at hand it is another one each time, and each of them once the loss was refused.
         """
         calling, answered = plan.calling, kind in self.asked
-        if answered and writes.knows(calling.known, *given, asked=self.asked[kind]):
+        unread = calling.known.terms is None
+        asked = self.asked.get(kind)
+        if answered and not unread and writes.knows(calling.known, *given, asked=asked):
             return
         (leaves, spec), parts, cut = trees.flatten(state.params), [batch], calling.check
         at_hand = given[-1].root == "batch"
@@ -260,11 +273,39 @@ class CompiledStep:
                 question = coupling.question_of(own, plan.rule) if cut else None
                 self.asked[kind] = question and question.kind  # not the samples
                 with writes.guarding(calling.known, *told, question=question) as guarded:
-                    if (watched := guarded(call)) is not call:
+                    if (watched := guarded(call)) is not call or unread:
                         with random_state.put_back(state.samples.device), torch.enable_grad():
                             part = trees.unflatten(own.spec, own.leaves)
                             wrt = [x.detach().requires_grad_() for x in leaves]
-                            watched(wrt, part, own.rows or 1, (carried, 0))
+                            out = watched(wrt, part, own.rows or 1, (carried, 0))
+                            has_aux = calling.has_aux or calling.buffers is not None
+                            calling.known.terms = terms.number_of(losses.loss_in(out, has_aux))
+
+    def counted(
+        self,
+        kind: Any,
+        plan: plans.Plan,
+        state: TrainState,
+        flat: batches.Batch,
+        eagerly: Callable[[], object],
+    ) -> plans.Plan:
+        """The plan with the weights of the whole batch, of a loss that is a sum of ``Weighted``."""
+        if not plan.calling.known.terms:
+            return plan
+        if recipes.takes_whole(plan, flat):
+            return microbatch_loss.with_shared(plan, plan.calling.shared, "alone")
+        if plan.rule.nonfinite == "skip":
+            raise terms.skipping_error()
+        counting = microbatch_loss.with_shared(plan, plan.calling.shared, "counted")
+        before, beside = torch.zeros_like(state.samples), microbatch_loss.beside_batch(counting)
+        found: list[torch.Tensor] = []
+        for part in batches.cut_batch(flat, plans.size_of(plan) or flat.rows or 1):
+            rows = batches.read_batch(part).rows or 0
+            program = self.graph("weights", False, (kind, rows))
+            found.append(refusals.attempt(program, (state, beside, part, before), eagerly))
+            before = before + rows
+        whole = ranks.weights_of_all(plan, torch.stack(found).sum(0))
+        return microbatch_loss.with_shared(plan, plan.calling.shared, whole)
 
     def run(
         self,
@@ -290,16 +331,17 @@ class CompiledStep:
     def looped(
         self,
         recipe: recipes.Recipe,
+        plan: plans.Plan,
         state: TrainState,
-        shared: tuple[Any, ...],
         parts: Sequence[trees.Tree],
         eagerly: Callable[[], object],
     ) -> tuple[StepWindow, trees.Tree]:
         """The window of all microbatches, and their aux."""
         unit, aux = graphs.unit_of(self.plan), None
         key, window = (recipe.key, unit), None
+        beside = microbatch_loss.beside_batch(plan)
         for part in parts:
-            args = state, shared, part, unit
+            args = state, beside, part, unit
             if window is None:
                 window, seen = refusals.attempt(self.graph("first", False, key), args, eagerly)
             else:

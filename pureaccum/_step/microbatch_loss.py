@@ -109,6 +109,11 @@ def with_shared(plan: plans.Plan, shared: tuple[Any, ...], whole: terms.Whole = 
     return plan._replace(calling=plan.calling._replace(shared=shared, whole=whole))
 
 
+def beside_batch(plan: plans.Plan) -> tuple[tuple[Any, ...], terms.Whole]:
+    """What a graph is given beside state and batch, for ``with_shared``."""
+    return plan.calling.shared, plan.calling.whole
+
+
 def what_is_shared(plan: plans.Plan) -> tuple[writes.Given, ...]:
     """What the loss is given beside the batch, by name; in a graph, where nobody asks, nothing."""
     told = plan.calling.shared and not torch.compiler.is_dynamo_compiling()

@@ -79,7 +79,9 @@ class Shapes(NamedTuple):
 
 def form_of(plan: plans.Plan, state: TrainState, flat: batches.Batch) -> str:
     """The form that follows from the sizes."""
-    if plan.group is not None or not plan.optimizer.in_graphs:  # what follows sums is no graph
+    # what follows sums is no graph, or what comes before them
+    before = plan.calling.known.terms and not takes_whole(plan, flat)
+    if plan.group is not None or not plan.optimizer.in_graphs or before:
         return "loop"
     held, leaves = gradient_bytes(state), len(trees.tree_leaves(state.params))
     whole, rest = divmod(flat.rows or 0, plans.size_of(plan) or flat.rows or 1)
@@ -87,6 +89,11 @@ def form_of(plan: plans.Plan, state: TrainState, flat: batches.Batch) -> str:
     if whole <= 1 or (held > TINY and parts <= FEW and parts * leaves <= SHORT):
         return "unrolled"
     return "scan" if held <= SMALL else "loop"
+
+
+def takes_whole(plan: plans.Plan, flat: batches.Batch) -> bool:
+    """Whether a batch is one microbatch, and nobody else has samples of it."""
+    return plan.group is None and (flat.rows or 0) <= (plans.size_of(plan) or flat.rows or 0)
 
 
 def gradient_bytes(state: TrainState) -> int:
@@ -107,7 +114,7 @@ def recipe_for(
     free = free or Freedom(together(plan, state, flat) if name == "scan" else 1)
     cut = cut_of(name, flat.rows or 0, size, free.several)
     (beside, shared_spec), (held, held_spec) = (
-        trees.flatten(plan.calling.shared),
+        trees.flatten(microbatch_loss.beside_batch(plan)),
         trees.flatten(state),
     )
     apart = shapes.told_apart
