@@ -23,6 +23,7 @@ from ._core.precision import Policy as Policy
 from ._core.reductions import Reducer as Reducer
 from ._core.remat import remat as remat
 from ._core.remat import remat_sequential as remat_sequential
+from ._core.scan import scan as scan
 from ._core.token_budget import Cut as Cut
 from ._core.token_budget import cut as cut
 from ._core.transforms import grad as grad

@@ -323,12 +323,12 @@ def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) 
     return min(checks.check_int(size, name, expected, 1), checks.LARGEST_INT)
 
 
-def check_sizes(size: Any) -> int | list[int]:
+def check_sizes(size: Any, name: str = "microbatch_size") -> int | list[int]:
     """The size of all microbatches, or a list with the size of each."""
     if isinstance(size, (list, tuple)):
         each = enumerate(cast(Sequence[Any], size))
-        return [check_size(one, f"microbatch_size[{i}]") for i, one in each]
-    return check_size(size, "microbatch_size", f"{_SIZE}, or a list of such")
+        return [check_size(one, f"{name}[{i}]") for i, one in each]
+    return check_size(size, name, f"{_SIZE}, or a list of such")
 
 
 def microbatches(batch: trees.Tree, size: int | Sequence[int]) -> Iterator[trees.Tree]:

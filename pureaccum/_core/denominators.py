@@ -26,8 +26,9 @@ from .weights import Microbatch
 
 T = TypeVar("T")
 
-# What is summed of a batch whose weights are these, and the entries of its microbatches.
-Sums = Callable[[terms.Whole], tuple[T, Sequence[Microbatch]]]
+# What is summed of a batch whose weights are these, for all microbatches or for each, and the
+# entries of these.
+Sums = Callable[[terms.Whole | Sequence[Tensor]], tuple[T, Sequence[Microbatch]]]
 
 
 def summed(
@@ -52,19 +53,21 @@ def summed(
     before = _generators(leaves)
     entries = count()
     each = [x.terms for x in entries]
-    if entries and not all(isinstance(x, Tensor) for x in each):  # it is another loss by now
+    counts = {len(x) if isinstance(x, Tensor) else 1 for x in each}
+    if len(counts) > 1:
+        raise terms.other_terms(*sorted(counts)[:2])
+    if entries and not isinstance(each[0], Tensor):  # it is another loss by now
         known.terms = 0
         _restore(before)
         return sums(None)[0]
-    if len({len(x) for x in each}) > 1:
-        raise terms.other_terms(len(each[-1]), len(each[0]))
     keep = [not skips or bool(torch.isfinite(x.value)) for x in entries]
     while True:
         whole = loss.of_all_ranks(_sum(each, keep, known.terms, leaves[0].device))
         _restore(before)
-        result, entries = sums(whole)
         if not skips:
-            return result
+            return sums(whole)[0]
+        # what is left out of the weights is not to be finite
+        result, entries = sums([whole if its else whole * torch.nan for its in keep])
         kept = [x.finite is None or bool(x.finite) for x in entries]
         now = [a and b for a, b in zip(keep, kept, strict=True)]
         changed = loss.of_all_ranks(torch.tensor([float(now != keep)], device=whole.device))

@@ -129,8 +129,10 @@ def accumulate(
     summed = partial(_summed, loss, cut, window, kinds, flow)
     looks = leaves[0].device.type == "cpu" and not modes.transform_active()
 
-    def sums(whole: terms.Whole) -> tuple[Accumulated, list[weights.Microbatch]]:
-        if rule.nonfinite == "skip" and looks and not isinstance(whole, Tensor):
+    def sums(
+        whole: terms.Whole | Sequence[Tensor],
+    ) -> tuple[Accumulated, list[weights.Microbatch]]:
+        if rule.nonfinite == "skip" and looks and not isinstance(whole, (Tensor, list)):
             return speculating(partial(summed, whole), rule)
         return summed(whole, rule)
 
@@ -149,7 +151,7 @@ def _summed(
     window: seams.Window,
     kinds: Kinds,
     flow: Flow,
-    whole: terms.Whole,
+    whole: terms.Whole | Sequence[Tensor],
     rule: seams.Rule,
 ) -> tuple[Accumulated, list[weights.Microbatch]]:
     root, leaves, spec = loss.given[0]
@@ -209,15 +211,19 @@ def _enter(
     loss: windows.GuardedLoss,
     cut: CutBatch,
     adder: Callable[[coupling.LossOfPart], windows.Add],
-    whole: terms.Whole,
+    whole: terms.Whole | Sequence[Tensor],
 ) -> None:
     """Enter all microbatches of a batch, as a function that ``adder`` makes of the loss says."""
     guard = guarding(loss.known, *loss.given, question=loss.question)
     with guard as guarded, batches.cutting(len(cut.sizes), sized=cut.size is not None):
         add = adder(guarded(loss.call))
-        for part, rows, counts in cut.parts():
+        for i, (part, rows, counts) in enumerate(cut.parts()):
             portion = seams.Portion(
-                tree=part, rows=rows, carried=ledger.flow.carried, counts=counts, whole=whole
+                tree=part,
+                rows=rows,
+                carried=ledger.flow.carried,
+                counts=counts,
+                whole=whole[i] if isinstance(whole, list) else whole,
             )
             ledger.enter(add(portion), rows)
 

@@ -299,11 +299,12 @@ class CompiledStep:
         counting = microbatch_loss.with_shared(plan, plan.calling.shared, "counted")
         before, beside = torch.zeros_like(state.samples), microbatch_loss.beside_batch(counting)
         found: list[torch.Tensor] = []
-        for part in batches.cut_batch(flat, plans.size_of(plan) or flat.rows or 1):
-            rows = batches.read_batch(part).rows or 0
-            program = self.graph("weights", False, (kind, rows))
-            found.append(refusals.attempt(program, (state, beside, part, before), eagerly))
-            before = before + rows
+        with random_state.put_back(state.samples.device):  # what is drawn is drawn once more
+            for part in batches.cut_batch(flat, plans.size_of(plan) or flat.rows or 1):
+                rows = batches.read_batch(part).rows or 0
+                program = self.graph("weights", False, (kind, rows))
+                found.append(refusals.attempt(program, (state, beside, part, before), eagerly))
+                before = before + rows
         whole = ranks.weights_of_all(plan, torch.stack(found).sum(0))
         return microbatch_loss.with_shared(plan, plan.calling.shared, whole)
 

@@ -54,7 +54,7 @@ def scanned(
         # Clones, because a scan may return nothing that it was given.
         return _packed(trees.flatten(after)[0]), [x.clone() for x in tensors_of(kept)]
 
-    after, outputs = compiler.scan(body, _packed(begun), tensors_of(stacked))
+    after, outputs = compiler.scan_in_graph(body, _packed(begun), tensors_of(stacked))
     return trees.unflatten(window_spec, _unpacked(after, begun)), _filled(
         *trees.flatten(like), outputs
     )

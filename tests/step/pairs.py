@@ -40,6 +40,7 @@ FEATURES = {  # and what it is, as the page says it
     "stream": "`begin`, `update`, `apply`",
     "aux": "`has_aux=True`",
     "weighted": "`Weighted`",
+    "terms": "a sum of `Weighted`",
     "from_torch": "`from_torch`",
     "dtensors": "DTensor parameters",
     "vmap": "`vmap` over the step",
@@ -93,6 +94,11 @@ REFUSED = {
         NO_MEANING,
         "a BatchNorm that is given one microbatch of a stream has not the moments of all",
         "does not add up",
+    ),
+    ("noise", "terms"): Refused(
+        NO_MEANING,
+        "the noise of a gradient is that of one mean, and a sum of means is none",
+        "is that of one mean",
     ),
     ("skip", "raise"): Refused(NO_MEANING, "one option has one value", "cannot be"),
     ("group", "dtensors"): Refused(
@@ -221,6 +227,9 @@ def loss_of(features, net):
         value = errors.mean()
         if "weighted" in features:
             value = pa.Weighted((errors * batch["mask"]).sum(), batch["mask"].sum())
+        if "terms" in features:
+            masked = pa.Weighted((errors * batch["mask"]).sum(), batch["mask"].sum())
+            value = pa.Weighted(errors.sum(), len(errors)) - 0.5 * masked
         rest = [new] if buffers is not None else []
         rest += [{"errors": errors}] if "aux" in features else []
         if not rest:
@@ -281,8 +290,10 @@ def trained(features, step, state, batch):
         whole = takes_whole(features) or features & {"auto", "budget"}
         before = 40 if "group" in features and dist.get_rank() else 0
         for part in [batch] if whole else pa.microbatches(batch, SIZE):
-            offset = {"offset": before + at} if features >= {"group", "keys"} else {}
-            window = step.update(state, window, part, **offset)
+            beside = {"offset": before + at} if features >= {"group", "keys"} else {}
+            if "terms" in features:
+                beside["weights"] = [ROWS, problem(features).batch["mask"].sum()]
+            window = step.update(state, window, part, **beside)
             at += len(part["x"])
             if "aux" in features:
                 window, its = window
@@ -419,6 +430,8 @@ def by_hand(features, count, times=1.0):
         return ((out - part["y"]) ** 2).mean(1)
 
     weights = batch["mask"] if "weighted" in features else torch.ones(ROWS).double()
+    if "terms" in features:  # of one sample in the sum of means, times all that are kept
+        weights = 1 - 0.5 * batch["mask"] * len(kept) / batch["mask"][kept].sum()
 
     def sums(params, buffers, rows, attempt):
         its = errors(params, copied(buffers), rows, attempt)
@@ -432,7 +445,7 @@ def by_hand(features, count, times=1.0):
         for attempt in range(2):
             if not kept:
                 continue
-            weight = weights[kept].sum()
+            weight = len(kept) if "terms" in features else weights[kept].sum()
 
             def mean(params, attempt=attempt, weight=weight):
                 return sums(params, held, kept, attempt) / weight

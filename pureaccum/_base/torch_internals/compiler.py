@@ -12,7 +12,7 @@ import torch
 from . import functorch
 
 
-def scan(
+def scan_in_graph(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: list[torch.Tensor]
 ) -> tuple[Any, Any]:
     """The last carry and all y, stacked, of ``carry, y = body(carry, x)`` for each row of xs."""

@@ -1,0 +1,244 @@
+"""A function of a carry and of rows, chunk after chunk, in the memory of one chunk.
+
+    for chunk in chunks:
+        carry, out = func(params, carry, chunk)    # a microbatched function of one piece
+    return carry, outs
+
+Each chunk is a call of the primitive, so that nothing is kept of it but what it was given, and all
+derivatives are the primitive's. A carry goes from one call to the next, and its cotangent comes
+back the same way: through the chunks from the last one to the first.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .._base import checks, sharded_rows, trees
+from .._base.torch_internals import functorch, modes
+from . import batches, gathered, losses, microbatch, outputs, rule, writes
+from .arguments import Arguments, with_rows_on_host
+from .reductions import check_reduce
+
+
+CARRY = 1  # which argument it is
+
+
+def scan(
+    func: Callable[..., tuple[trees.Tree, trees.Tree]],
+    *,
+    chunk_size: int | Sequence[int],
+    reduce: trees.Tree = "concat",
+    keep: microbatch.Keep = "device",
+    dim: int = 0,
+    batch_argnums: int | tuple[int, ...] = 2,
+) -> Callable[..., tuple[trees.Tree, trees.Tree]]:
+    """Make a function take a sequence chunk by chunk, with a carry, and so all its derivatives.
+
+    The rule::
+
+        for chunk in chunks(xs, chunk_size):
+            carry, out = func(params, carry, chunk)
+        return carry, outs, leaf by leaf concatenated, summed or whatever reduce says
+
+    It is differentiable as the loop is, with respect to all that it is given and captures, under
+    every nest of torch.func's transforms and under ``.backward()``, at any order. Only the chunks,
+    the carries between them and the outputs are kept, and ``func`` is run again for a derivative:
+    see ``microbatch``, in which it may stand, and which it may hold. A carry that grows with the
+    sequence, such as the keys and values of full attention, is kept at each chunk, which saves
+    nothing.
+
+    Args:
+        func: ``func(params, carry, chunk)`` gives ``(carry, out)``. The carry that it gives has the
+            structure, shapes, dtypes and devices of the one that it is given.
+        chunk_size: Rows per chunk; the last one may be shorter. Or a list, the rows of each.
+        reduce: What becomes of each output: see ``microbatch``.
+        keep: Where the chunks, the carries between them and the rows of outputs lie: ``"device"``,
+            or ``"host"`` for pinned memory of the host, from which each chunk is copied.
+        dim: Along which dim the sequence lies, and the rows of the output.
+        batch_argnums: Which positional arguments are sequences. All others but the carry are handed
+            to every chunk whole.
+
+    Returns:
+        A function with the arguments of ``func``, giving the last carry and the outputs.
+
+    Example:
+        >>> def decayed(decay, carry, x):  # a running sum that forgets
+        ...     ys = []
+        ...     for each in x:
+        ...         carry = decay * carry + each
+        ...         ys.append(carry)
+        ...     return carry, torch.stack(ys)
+        >>> run = scan(decayed, chunk_size=2)
+        >>> run(torch.tensor(0.5), torch.tensor(0.0), torch.tensor([4.0, 2.0, 1.0]))
+        (tensor(3.), tensor([4., 4., 3.]))
+
+    References:
+        `jax.lax.scan <https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html>`_ with
+        `jax.checkpoint <https://docs.jax.dev/en/latest/_autosummary/jax.checkpoint.html>`_
+    """
+    if not callable(func):
+        raise TypeError(f"func is {func!r}; expected a function of (params, carry, chunk).")
+    at = checks.check_argnums(batch_argnums, "batch_argnums")
+    if CARRY in at:
+        raise ValueError(
+            f"batch_argnums={batch_argnums!r} names argument {CARRY}, which is the carry: it goes "
+            "from one chunk to the next, and is not cut."
+        )
+    check_reduce(reduce)
+    checks.check_choice(keep, get_args(microbatch.Keep), "keep")
+    size = batches.check_sizes(chunk_size, "chunk_size")
+    known, told = writes.known_of(func), losses.advising(func, *at)
+
+    @wraps(func)
+    def scanned(*args: Any, **kwargs: Any) -> tuple[trees.Tree, trees.Tree]:
+        cut = {i: args[i] for i in checks.positions(at, len(args), "batch_argnums")}
+        rows = batches.rows_to_cut(batches.read_batch(cut, "args", dim), "args", one_by_one=True)
+        sizes = batches.sizes_of_batch(rows, size, "chunk_size") or [0]
+        arguments = Arguments.of(args, kwargs, cut, dim)
+        _refuse_sharded(arguments)
+        host = None
+        if keep == "host":
+            arguments, host = with_rows_on_host(arguments)
+        made = outputs.Outputs(reduce, sizes, dim, host)
+        with batches.cutting(len(sizes), sized=True):
+            carry, outs = _over_chunks(told, arguments, made, known, host)
+        return (carry if rows else args[CARRY]), made.finish(outs, arguments.tensors)
+
+    return scanned
+
+
+def _over_chunks(
+    func: Callable[..., Any],
+    arguments: Arguments,
+    outs: outputs.Outputs,
+    known: writes.Known,
+    host: torch.device | None,
+) -> tuple[trees.Tree, list[Tensor]]:
+    """The last carry, and the outputs of all chunks."""
+    columns = [_cut(x, how, outs.sizes) for x, how in zip(*arguments[:2], strict=True)]
+    recorded = modes.transform_active() or torch.is_grad_enabled() or functorch.forward_ad_active()
+    joined: list[gathered.Gathered] = []
+    carry: Any = None
+    for p in range(len(outs.sizes)):
+        args, kwargs = arguments.filled([column[p] for column in columns])
+        args[CARRY] = kept = args[CARRY] if p == 0 else carry
+        if host is not None:
+            args[CARRY] = trees.tree_map(_on_host, kept)
+        call = partial(_on_device, func, host) if host is not None else func
+        carry, taken = _chunk(call, Arguments.of(args, kwargs), _Chunk(outs, p, kept), known)
+        if p == 0:
+            assert outs.form is not None
+            joined = [gathered.Gathered(outs.sizes, how, recorded) for how in outs.form.outs]
+        for so_far in joined:
+            x = taken.pop(0)
+            in_rows = host is not None and isinstance(so_far.how, gathered.Rows)
+            so_far.take(gathered.to_host(x) if in_rows and so_far.how.host else x)
+    return carry, [so_far.end() for so_far in joined]
+
+
+def _chunk(
+    func: Callable[..., Any], arguments: Arguments, chunk: "_Chunk", known: writes.Known
+) -> Any:
+    if torch.compiler.is_dynamo_compiling() and not functorch.transform_depth():
+        func = partial(checkpoint, func, use_reentrant=False)  # it keeps no more
+    return microbatch.call_microbatched(func, arguments, chunk, known)
+
+
+class _Chunk(outputs.Whole):
+    """What a chunk gives: the next carry, and tensors that are summed or laid end to end."""
+
+    def __init__(self, outs: outputs.Outputs, p: int, carry: trees.Tree) -> None:
+        self.outs, self.p, self.carry = outs, p, carry
+        self.before = dict(outs.states)
+
+    @property
+    def followed(self) -> Sequence[Tensor]:
+        return self.outs.followed
+
+    def begin(self) -> None:
+        self.outs.states = dict(self.before)
+        if self.p == 0:
+            self.outs.begin()
+
+    def take(self, _p: int, out: Any, repeated: bool = False) -> rule.Outs:
+        if not isinstance(out, tuple) or len(out) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            came = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"  # pyright: ignore
+            raise TypeError(f"func returned {came}; expected a pair, (carry, out).")
+        leaves, spec = trees.flatten(out[0])
+        if not repeated:
+            _check_carry(leaves, spec, self.carry)
+            self.spec, self.static = spec, losses.tensors_apart(leaves)[1]
+        tensors, _ = losses.tensors_apart(leaves)
+        taken, keeps = self.outs.take(self.p, out[1], repeated)
+        if not repeated:
+            assert self.outs.form is not None
+            self.count = len(tensors)
+            groups = (*(0 for _ in tensors), *self.outs.form.groups)
+            self.form = rule.Form((), ("whole",) * len(groups), groups)
+        return [*tensors, *taken], keeps
+
+    def finish(self, outs: Sequence[Tensor], _operands: Sequence[Tensor]) -> Any:
+        carry = losses.filled(self.static, outs[: self.count])
+        return trees.unflatten(self.spec, carry), [*outs[self.count :]]
+
+
+def _check_carry(leaves: list[Any], spec: Any, before: trees.Tree) -> None:
+    """Raise where a carry is not like the one before."""
+    old, old_spec = trees.flatten(before)
+    cause = "A carry keeps its structure, as that of a loop that runs any number of times."
+    checks.check_same_structure(spec, old_spec, "the one that func was given", "carry", cause)
+    names = trees.paths(spec, "carry")
+    for name, x, y in zip(names, leaves, old, strict=True):
+        if isinstance(x, Tensor) != isinstance(y, Tensor) or (
+            not isinstance(x, Tensor) and not (x is y or x == y)
+        ):
+            raise TypeError(
+                f"{name} came back as {_look(x)} for {_look(y)}; what is no tensor stays as it is. "
+                "A number that changes is a tensor: torch.tensor(0)."
+            )
+        if isinstance(x, Tensor) and (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
+            raise ValueError(
+                f"{name} came back as {_look(x)} for {_look(y)}; a carry keeps its shapes and "
+                "dtypes. An output of each chunk goes beside it, in out; a state that is promoted "
+                "on the way begins in the wider dtype."
+            )
+
+
+def _look(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
+
+
+def _refuse_sharded(arguments: Arguments) -> None:
+    over = [x.over for x in arguments.cuts if isinstance(x, gathered.Rows)]
+    if any(x != sharded_rows.NOWHERE for x in over):
+        raise TypeError(
+            "a sequence is a DTensor whose rows lie on several ranks, and a carry goes from one "
+            "chunk to the next. Shard another dim, such as that of samples, or x.full_tensor()."
+        )
+
+
+def _cut(x: Tensor, how: gathered.Cut, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The chunks of a sequence as they lie, or what every chunk is given."""
+    return [x] * len(sizes) if isinstance(how, str) else x.split(list(sizes), how.dim)
+
+
+# On the host -------------------------------------------------------------------------------------
+
+
+def _on_host(x: Any) -> Any:
+    return gathered.to_host(x) if isinstance(x, Tensor) and x.device.type != "cpu" else x
+
+
+def _on_device(func: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with what lies on the host on its device."""
+
+    def moved(x: Any) -> Any:
+        return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+    return func(*trees.tree_map(moved, args), **trees.tree_map(moved, kwargs))
