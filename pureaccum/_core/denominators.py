@@ -26,13 +26,18 @@ from .weights import Microbatch
 
 T = TypeVar("T")
 
-# What is summed of a batch whose weights are these, for all microbatches or for each, and the
-# entries of these.
-Sums = Callable[[terms.Whole | Sequence[Tensor]], tuple[T, Sequence[Microbatch]]]
+Known = terms.Whole | list[Tensor]  # the weights of a batch, for all microbatches or for each
+# What is summed of a batch whose weights are these, and the entries of its microbatches.
+Sums = Callable[[Known], tuple[T, Sequence[Microbatch]]]
 
 
 def summed(
-    sums: Sums[T], count: Callable[[], Sequence[Microbatch]], loss: windows.GuardedLoss, skips: bool
+    sums: Sums[T],
+    count: Callable[[], Sequence[Microbatch]],
+    loss: windows.GuardedLoss,
+    of_all_ranks: Callable[[Tensor], Tensor],
+    *,
+    skips: bool,
 ) -> T:
     """What ``sums`` gives of a batch that is cut; ``count`` only reads its microbatches.
 
@@ -62,7 +67,7 @@ def summed(
         return sums(None)[0]
     keep = [not skips or bool(torch.isfinite(x.value)) for x in entries]
     while True:
-        whole = loss.of_all_ranks(_sum(each, keep, known.terms, leaves[0].device))
+        whole = of_all_ranks(_sum(each, keep, known.terms, leaves[0].device))
         _restore(before)
         if not skips:
             return sums(whole)[0]
@@ -70,7 +75,7 @@ def summed(
         result, entries = sums([whole if its else whole * torch.nan for its in keep])
         kept = [x.finite is None or bool(x.finite) for x in entries]
         now = [a and b for a, b in zip(keep, kept, strict=True)]
-        changed = loss.of_all_ranks(torch.tensor([float(now != keep)], device=whole.device))
+        changed = of_all_ranks(torch.tensor([float(now != keep)], device=whole.device))
         if not changed:
             return result
         keep = now

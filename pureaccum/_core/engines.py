@@ -135,7 +135,8 @@ def outside(seen: losses.Read, way: Way) -> losses.Read:
     total, weight, aux, terms = seen
     if checks.here.look is not None:
         checks.here.look((total, weight, *aux), way.leaves)
-    kept, each = (x if isinstance(x, tuple) else detach(x) for x in (weight, terms))
+    kept = weight if isinstance(weight, tuple) else detach(weight)
+    each = terms if isinstance(terms, tuple) else detach(terms)
     return losses.Read(detach(total), kept, [*map(detach, aux)], each)
 
 

@@ -120,7 +120,7 @@ def _at_once(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
     with writes.guarding(making.known, _given(args)) as guarded:
         out = guarded(lambda: making.run(*args, **kwargs))()
     if isinstance(loss := losses.loss_in(out, has_aux), WeightedSum):
-        pair, dtype = terms.apart(loss)
+        pair, dtype = terms.taken_apart(loss)
         value = terms.sum_of_means(pair).to(dtype)
     else:
         seen, shape = losses.read(out, has_aux)

@@ -71,6 +71,7 @@ class Flow(NamedTuple):
     aux_reduction: trees.Tree = None  # how aux is reduced, where there is any
     over: sharded_rows.Over = sharded_rows.NOWHERE  # the ranks of which each cuts its own samples
     whole: terms.Whole = None  # the weights of a sum of ``Weighted``, where the caller counted them
+    of_all_ranks: Callable[[Tensor], Tensor] = lambda weights: weights  # of those of this rank
 
 
 class Ledger:

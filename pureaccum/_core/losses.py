@@ -71,14 +71,16 @@ def read(
         raise terms.other_terms(1, len(whole))
     if total.dtype in (torch.float16, torch.bfloat16):
         total = total.float()  # 65536, a common loss scale, is inf in fp16
-    weighted = isinstance(weight, Tensor)
+    shape = Shape(
+        dtype=dtype, weighted=isinstance(weight, Tensor), aux=None, static=[], several=is_sum
+    )
     if not has_aux:
-        return Read(total, weight, [], each), Shape(dtype, weighted, None, [], is_sum)
+        return Read(total, weight, [], each), shape
     leaves, spec = trees.flatten(aux)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):  # a model's outputs, say
         leaves, spec = containers.open_tree(aux, "aux")  # a dataclass or a mapping
     tensors, static = tensors_apart(leaves)
-    return Read(total, weight, tensors, each), Shape(dtype, weighted, spec, static, is_sum)
+    return Read(total, weight, tensors, each), shape._replace(aux=spec, static=static)
 
 
 def in_one_list(seen: Read) -> list[Tensor]:

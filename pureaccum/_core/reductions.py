@@ -17,8 +17,8 @@ from torch import Tensor
 from .._base import dtensors, sharded_rows
 from .._base.sharded_rows import NOWHERE, Over
 from .._base.trees import NAMESPACE, Tree, paths, sum_dtype, tree_leaves, tree_map, unflatten
-from . import losses, weighted
-from .weighted import Weighted
+from . import losses
+from .weighted import Weighted, counts
 from .weights import Microbatch
 
 
@@ -283,9 +283,8 @@ def fold_aux(
 def share_of(added: Microbatch) -> Tensor:
     """What a microbatch weighs in a mean of its aux."""
     weight = torch.nan if isinstance(added.terms, Tensor) else added.weight  # it has several
-    if isinstance(weight, Tensor):
-        return weight
-    return torch.full_like(dtensors.local(added.value), weight, dtype=torch.float64)
+    x = dtensors.local(added.value)
+    return weight if isinstance(weight, Tensor) else torch.full_like(x, weight, dtype=torch.float64)
 
 
 def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
@@ -360,7 +359,7 @@ def _terms(state: Any, leaf: Weighted, stack: Stack, name: Callable[[], str]) ->
     each = zip(*[_numbers(x, stack.share) for x in leaf], strict=True)
     for i, (total, weight) in enumerate(each):
         total, weight = losses.terms_of(Weighted(total, weight), name)
-        keep = weighted.counts(total, weight)
+        keep = counts(total, weight)
         if stack.finite is not None:
             keep, weight = keep & stack.finite[i], torch.where(stack.finite[i], weight, 0.0)
         totals = totals + torch.where(keep, total, 0.0).double()

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from .._base import dtensors
-from .weighted import WeightedSum, checked_total, checked_weight, counts, describe, sane, selected
+from .weighted import (
+    WeightedSum,
+    checked_total,
+    checked_weight,
+    counted_total,
+    counts,
+    describe,
+    sane,
+)
 
 
 # The weights of a sum of ``Weighted`` over the whole batch. "alone": what it says itself, of a
@@ -64,11 +72,11 @@ def _dtype_of(totals: list[Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, [x.dtype for x in totals])
 
 
-def apart(loss: WeightedSum) -> tuple[Tensor, torch.dtype]:
+def taken_apart(loss: WeightedSum) -> tuple[Tensor, torch.dtype]:
     """The totals of the terms of a loss and their weights, two rows; and the dtype of the loss."""
     totals, own, keeps = _apart(loss)
     pairs = zip(dtensors.with_all_terms(totals), keeps, strict=True)
-    kept = [selected(x, keep).double() for x, keep in pairs]
+    kept = [counted_total(x, keep).double() for x, keep in pairs]
     return torch.stack([torch.stack(kept), own]), _dtype_of(totals)
 
 
@@ -85,7 +93,7 @@ def _added(totals: list[Tensor], keeps: list[Tensor], over: Tensor) -> Tensor:
     """The sum of what counts of some totals, each divided."""
     terms: list[Any] = []
     for total, keep, by in zip(totals, keeps, over, strict=True):
-        kept = selected(total, dtensors.replicated(keep, total))
+        kept = counted_total(total, dtensors.replicated(keep, total))
         kept = kept.float() if kept.dtype.itemsize < 4 else kept
         terms.append(kept / dtensors.replicated(by.to(kept.dtype), total))
     return sum(terms[1:], terms[0])

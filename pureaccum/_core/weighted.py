@@ -171,7 +171,7 @@ def counts(total: Tensor, weight: Tensor) -> Tensor:
     return (weight != 0) | ((total != 0) & ((total - total) == 0))
 
 
-def selected(total: Tensor, keep: Tensor) -> Tensor:
+def counted_total(total: Tensor, keep: Tensor) -> Tensor:
     """A total or zero; where the host can look, without its graph, whose zeros may be NaN."""
     known = trees.known(keep)
     if known is None:

@@ -129,9 +129,7 @@ def accumulate(
     summed = partial(_summed, loss, cut, window, kinds, flow)
     looks = leaves[0].device.type == "cpu" and not modes.transform_active()
 
-    def sums(
-        whole: terms.Whole | Sequence[Tensor],
-    ) -> tuple[Accumulated, list[weights.Microbatch]]:
+    def sums(whole: denominators.Known) -> Entered:
         if rule.nonfinite == "skip" and looks and not isinstance(whole, (Tensor, list)):
             return speculating(partial(summed, whole), rule)
         return summed(whole, rule)
@@ -141,25 +139,34 @@ def accumulate(
     # of a batch in one piece the weights are known, unless a transform outside follows them
     if cut.untouched and not functorch.transform_depth() and not functorch.forward_ad_active():
         return sums("alone")[0]
-    counted = partial(_counted, loss, cut, window, flow)
-    return denominators.summed(sums, counted, loss, rule.nonfinite == "skip")
+
+    def count() -> list[weights.Microbatch]:
+        own = rule._replace(nonfinite="propagate", squares=False, scaled=False)
+        unasked = loss._replace(question=None)
+        return _summed(unasked, cut, window, None, flow, "counted", order.check_rule(own))[1]
+
+    return denominators.summed(sums, count, loss, flow.of_all_ranks, skips=rule.nonfinite == "skip")
+
+
+Entered = tuple[Accumulated, list[weights.Microbatch]]
 
 
 def _summed(
     loss: windows.GuardedLoss,
     cut: CutBatch,
     window: seams.Window,
-    kinds: Kinds,
+    kinds: Kinds | None,
     flow: Flow,
-    whole: terms.Whole | Sequence[Tensor],
+    whole: denominators.Known,
     rule: seams.Rule,
-) -> tuple[Accumulated, list[weights.Microbatch]]:
+) -> Entered:
+    """The sums over all microbatches, and their entries; without ``kinds`` nothing is summed."""
     root, leaves, spec = loss.given[0]
     # What is skipped must not be NaN to a transform either, if it is a part of what counts.
     at_once = cut.size is None and (rule.nonfinite != "skip" or cut.untouched)
 
     def run(way: engines.Way) -> tuple[Ledger, list[Tensor]]:
-        ledger, sums = Ledger(rule, flow), Sums(way.leaves, kinds)
+        ledger, sums = Ledger(rule, flow), None if kinds is None else Sums(way.leaves, kinds)
 
         def name(leaf: int | None) -> str:
             what = (
@@ -169,17 +176,29 @@ def _summed(
             return f"{what} of microbatch {i} (from sample {sum(cut.sizes[:i])})"
 
         about = window._replace(rule=rule, name=name)
-
-        def adder(call: coupling.LossOfPart) -> windows.Add:
-            return windows.adder(call, loss.known, about, sums, way, whole=at_once)
-
-        _enter(ledger, loss, cut, adder, whole)
-        return ledger, sums.all()
+        guard = guarding(loss.known, *loss.given, question=loss.question)
+        with guard as guarded, batches.cutting(len(cut.sizes), sized=cut.size is not None):
+            call = guarded(loss.call)
+            if sums is None:
+                add = windows.reader(call, loss.known, about, way)
+            else:
+                add = windows.adder(call, loss.known, about, sums, way, whole=at_once)
+            for part, rows, counts in cut.parts():
+                portion = seams.Portion(
+                    tree=part,
+                    rows=rows,
+                    carried=ledger.flow.carried,
+                    counts=counts,
+                    whole=whole[len(ledger.entries)] if isinstance(whole, list) else whole,
+                )
+                ledger.enter(add(portion), rows)
+        return ledger, [] if sums is None else sums.all()
 
     ledger, sums = windows.run_window(run, leaves, rule.engine, loss.known)
     last = ledger.entries[-1] if ledger.entries else None
+    grads = sums if kinds is None else dtensors.closed(sums, kinds.layouts)
     came = Accumulated(
-        state=amounts_of(ledger.entries, rule, dtensors.closed(sums, kinds.layouts)),
+        state=amounts_of(ledger.entries, rule, grads),
         unit=window.unit or 1.0,
         carried=ledger.flow.carried,
         aux=ledger.flow.aux,
@@ -189,48 +208,7 @@ def _summed(
     return came, ledger.entries
 
 
-def _counted(
-    loss: windows.GuardedLoss, cut: CutBatch, window: seams.Window, flow: Flow
-) -> list[weights.Microbatch]:
-    """The entries of all microbatches, of which no gradient is taken."""
-    own = window.rule._replace(nonfinite="propagate", squares=False, scaled=False)
-    rule, unasked = order.check_rule(own), loss._replace(question=None)
-
-    def run(way: engines.Way) -> Ledger:
-        ledger = Ledger(rule, flow)
-        about = window._replace(rule=rule)
-        reader = partial(windows.reader, known=loss.known, window=about, way=way)
-        _enter(ledger, unasked, cut, reader, "counted")
-        return ledger
-
-    return windows.run_window(run, loss.given[0].leaves, rule.engine, loss.known).entries
-
-
-def _enter(
-    ledger: Ledger,
-    loss: windows.GuardedLoss,
-    cut: CutBatch,
-    adder: Callable[[coupling.LossOfPart], windows.Add],
-    whole: terms.Whole | Sequence[Tensor],
-) -> None:
-    """Enter all microbatches of a batch, as a function that ``adder`` makes of the loss says."""
-    guard = guarding(loss.known, *loss.given, question=loss.question)
-    with guard as guarded, batches.cutting(len(cut.sizes), sized=cut.size is not None):
-        add = adder(guarded(loss.call))
-        for i, (part, rows, counts) in enumerate(cut.parts()):
-            portion = seams.Portion(
-                tree=part,
-                rows=rows,
-                carried=ledger.flow.carried,
-                counts=counts,
-                whole=whole[i] if isinstance(whole, list) else whole,
-            )
-            ledger.enter(add(portion), rows)
-
-
-def speculating(
-    summed: Callable[[seams.Rule], tuple[Accumulated, list[weights.Microbatch]]], rule: seams.Rule
-) -> tuple[Accumulated, list[weights.Microbatch]]:
+def speculating(summed: Callable[[seams.Rule], Entered], rule: seams.Rule) -> Entered:
     """Skip without a gradient tree for each microbatch: inf and NaN never leave a sum.
 
     So add everything, look once at the end, and only where something is wrong do it again the
@@ -265,7 +243,7 @@ def evaluate(
     each: list[Tensor] = []  # of a sum of Weighted, the totals and weights of its terms
     for out, rows, counts in outs:
         if isinstance(loss := losses.loss_in(out, rule.has_aux), WeightedSum):
-            pair = terms.apart(loss)[0]
+            pair = terms.taken_apart(loss)[0]
             each.append(pair if detach is None else detach(pair))
             if each[-1].shape != each[0].shape:
                 raise terms.other_terms(each[-1].shape[1], each[0].shape[1])

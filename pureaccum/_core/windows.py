@@ -35,8 +35,6 @@ class GuardedLoss(NamedTuple):
     known: writes.Known
     given: tuple[writes.Given, ...]  # first the leaves that it is differentiated by
     question: coupling.Question | None = None  # what it is asked
-    # The weights of all ranks, of those of this one: see denominators.py.
-    of_all_ranks: Callable[[Tensor], Tensor] = lambda weights: weights
 
 
 def adder(

@@ -215,7 +215,9 @@ def _chunk(task: Task, part: trees.Tree, way: engines.Way) -> Chunk:
 
     def one(*tensors: Tensor) -> Any:
         own, around = engines.remembering_modules(seams, way) if way.remembers else (seams, way)
-        recorded = way.forward(own, Portion(sample_of(tensors), 1, (), None), around)
+        recorded = way.forward(
+            own, Portion(tree=sample_of(tensors), rows=1, carried=(), counts=None), around
+        )
         seen, shape = recorded.seen, recorded.shape
         each = _pulled(recorded, around, how)
         grads = trees.unflatten(spec, each)

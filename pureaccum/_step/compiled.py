@@ -305,7 +305,8 @@ class CompiledStep:
                 program = self.graph("weights", False, (kind, rows))
                 found.append(refusals.attempt(program, (state, beside, part, before), eagerly))
                 before = before + rows
-        whole = ranks.weights_of_all(plan, torch.stack(found).sum(0))
+        whole = torch.stack(found).sum(0)
+        whole = whole if plan.group is None else ranks.weights_of_all(plan, whole)
         return microbatch_loss.with_shared(plan, plan.calling.shared, whole)
 
     def run(

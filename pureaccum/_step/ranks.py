@@ -117,8 +117,6 @@ def window_of_all_ranks(
 
 def weights_of_all(plan: plans.Plan, weights: Tensor) -> Tensor:
     """The weights of the terms of a loss over all ranks, of those of this one."""
-    if plan.group is None:
-        return weights
     if not modes.at_top_level():
         return exchange("psum", weights, plan.group)
     return Exchange("psum", buckets.group_of(plan.group)).run([weights])[0]

@@ -247,8 +247,9 @@ def _accumulated(
         plan.calling.known,
         (writes.Given("state.params", leaves, spec), *microbatch_loss.what_is_shared(plan), rows),
         question,
-        partial(ranks.weights_of_all, plan),
     )
+    if plan.group is not None:
+        flow = flow._replace(of_all_ranks=partial(ranks.weights_of_all, plan))
     return whole_batch.accumulate(
         loss, cut, Window(rule=plan.rule, scale=next_state.scale_of(plan, state)), kinds, flow
     )

@@ -169,8 +169,13 @@ CASES = {
         lambda p, b: each(p, b).mean() + masked_mean(p, b),
         "several means",
         "",
-        'a.sum() / batch["samples"] + b.sum() / batch["tokens"]',
-        summed(lambda p, b: each(p, b) * (1 / ROWS + b["mask"] / BATCH["mask"].sum())),
+        "pa.Weighted(a.sum(), len(a)) + pa.Weighted(b.sum(), mask.sum())",
+        of_microbatches(
+            lambda p, b: (
+                pa.Weighted(each(p, b).sum(), len(b["mask"]))
+                + pa.Weighted((each(p, b) * b["mask"]).sum(), b["mask"].sum())
+            )
+        ),
         reduction="sum",
     ),
 }

@@ -145,22 +145,6 @@ def test_a_number_times_weighted_scales_the_mean(scale):
     assert [*gradient(w, batch)] == want
 
 
-SUMS = {
-    "two": lambda x: x + x,
-    "sum": lambda x: sum([x, x]),
-    "difference": lambda x: x - x,
-    "tensor": lambda x: x.total + x,
-    "number": lambda x: x + 1,
-    "number before": lambda x: 1 - x,
-}
-
-
-@pytest.mark.parametrize("add", SUMS.values(), ids=SUMS)
-def test_a_sum_of_weighted_is_refused(add):
-    with refused(TypeError, "A sum of means", "reduction='sum'", "Weighted(total + weight * pen"):
-        add(pa.Weighted(torch.tensor(1.0), 2))
-
-
 @pytest.mark.parametrize("factor", ["2", None, torch.ones(2), pa.Weighted(torch.tensor(1.0), 2)])
 def test_weighted_is_scaled_by_numbers_alone(factor):
     for scale in (lambda x: x * factor, lambda x: x / factor):

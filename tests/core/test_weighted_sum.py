@@ -18,7 +18,7 @@ from tests.problems import ROOT, normal, once, pulled
 from tests.refusals import refused, saying
 
 
-pytestmark = [pytest.mark.exact, pytest.mark.promise("weights")]
+pytestmark = [pytest.mark.exact, pytest.mark.promise("terms")]
 ROWS = 12
 COEFFICIENTS = (1, 0.5, -1, 3)
 
@@ -350,7 +350,7 @@ def test_sums_are_sums_however_they_are_written(join):
 
 
 def smooth(w, m, batch, join):
-    """Weights that are positive in each sample, so that no part of a derivative is selected away."""
+    """Weights that are positive in each sample: no part of a derivative is selected away."""
     h = (batch["x"] @ w).sin()
     return join([((h * m).sum(), m.sum()), ((h * h).exp().sum(), len(h))])
 

@@ -27,6 +27,9 @@ monoid
 weights
     Zero weight is exact, even where the masked microbatch is NaN; weights are counted in
     float64.
+terms
+    A sum of `Weighted` is a sum of means over the whole batch, each over its own weight; where
+    these were counted wrong, it is NaN.
 skip
     A microbatch that is skipped takes its weight along, and everything is counted.
 closure

@@ -51,8 +51,8 @@ def calls(run):
 
 
 CASES = {
-    "sgd": (plain, {"w": torch.ones(8, 4)}, pa.sgd(0.1), {}, 166),
-    "functional and adamw": (network, FN.params, pa.adamw(), {}, 195),
+    "sgd": (plain, {"w": torch.ones(8, 4)}, pa.sgd(0.1), {}, 170),
+    "functional and adamw": (network, FN.params, pa.adamw(), {}, 199),
     "clip, scale and policy": (
         plain,
         {"w": torch.ones(8, 4)},
