@@ -216,18 +216,42 @@ def test_the_methods_are_off_as_the_table_says(capsys):
     assert "\n  gradients zeroed: " in said
 
 
+def torchrun(ranks, name, *words):
+    """What an example prints on so many ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", str(ranks), str(EXAMPLES / name), *words]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def check_parameters(said, *others):
+    """In double precision, after some steps of AdamW: a sample lost or taken twice would show."""
+    for other in others:
+        apart = re.search(rf"largest difference of a parameter from {other}: (\S+)", said)
+        assert apart, said
+        assert float(apart[1]) < torch.finfo(torch.float64).eps * 2**20
+
+
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process():
-    """By torchrun, in double precision: samples in the wrong place, or twice, would show."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", str(EXAMPLES / "distributed.py")]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
-    assert run.returncode == 0, run.stderr
-    apart = re.search(r"from the one process: (\S+)", run.stdout)
-    assert apart, run.stdout
-    assert float(apart[1]) < torch.finfo(torch.float64).eps * 2**20  # 31 steps of AdamW
-    assert "10 microbatches on 2 ranks" in run.stdout
+    said = torchrun(2, "distributed.py")
+    check_parameters(said, "the one process")
+    assert "10 microbatches on 2 ranks" in said
+
+
+@pytest.mark.slow
+def test_what_four_ranks_save_two_resume(tmp_path):
+    """Sharded parameters, uneven samples and words: before and after as in one process."""
+    others = "one process", "an uninterrupted run"
+    said = torchrun(4, "sharded.py", str(tmp_path / "run"), "--stop", "3")
+    check_parameters(said, *others)
+    assert "3 microbatches on 4 ranks" in said
+    assert len(list((tmp_path / "run").iterdir())) == 4
+    said = torchrun(2, "sharded.py", str(tmp_path / "run"))
+    check_parameters(said, *others)
+    assert "5 microbatches on 2 ranks" in said
 
 
 def test_the_three_ways_are_off_as_the_readme_says():
