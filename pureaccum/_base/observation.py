@@ -112,7 +112,13 @@ def put_back_attributes(modules: Iterable[torch.nn.Module]) -> None:
     """Let an observed run leave the attributes of modules as they are now."""
     if (undo := checks.here.observed) is not None:
         for module in modules:
-            undo.callback(vars(module).update, dict(vars(module)))
+            undo.callback(_put_back, vars(module), dict(vars(module)))
+
+
+def _put_back(attributes: dict[str, Any], then: dict[str, Any]) -> None:
+    for name in attributes.keys() - then.keys():  # "I have my hooks", of hooks that are undone
+        attributes.pop(name, None)
+    attributes.update(then)
 
 
 @contextmanager

@@ -95,10 +95,9 @@ NOTHING = torch.empty(0, device="cpu")
 def taken(columns: list[list[Tensor]], donate: bool) -> list[list[Tensor]]:
     """Tensors that may be written to: the donated ones under new names, or copies.
 
-    Where a tensor comes twice (tied leaves) all are copied, so that none is written to twice.
+    Where two share memory (tied leaves) all are copied, so that nothing is written to twice.
     """
-    every = [*map(id, chain.from_iterable(columns))]
-    if donate and len(set(every)) == len(every):
+    if donate and kernels.lie_apart([*chain.from_iterable(columns)]):
         return [[x.detach() for x in column] for column in columns]
     return copies(columns)
 

@@ -356,16 +356,20 @@ def _begin_all(
         new = list(leaves)
         states: dict[str, Any] = {}
         given_up = [*leaves, *trees.tree_leaves(state)]
+        # tied leaves may have several labels, and the second reads what the first would write to
+        own = donate and modes.may_write() and kernels.lie_apart(dtensors.opened(leaves)[0])
         try:
             for label, at in of_label.items():
-                given = _picked(grads, at)[0], applied, donate, None
+                given = _picked(grads, at)[0], applied, own, None
                 updated, states[label] = begun[label].apply(*given)
                 for path, i in at.items():
                     new[i] = updated[path]
         except BaseException:
-            if states and donate:  # what the first ones gave up is lost
+            if states and own:  # what the first ones gave up is lost
                 mark(given_up, Spoiled)
             raise
+        if donate and not own and modes.may_write():
+            mark(leaves)
         return trees.unflatten(spec, new), states
 
     return updates.Ready(reduce(updates.both_sound, (one.sound for one in begun.values())), step)

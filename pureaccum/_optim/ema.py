@@ -17,6 +17,7 @@ from torch import Tensor
 from .._base import checks, dtensors, states, trees
 from .._base.torch_internals import functorch, kernels, modes
 from . import schedules
+from . import updates as optimizers
 from .updates import fitting, refuse_graph
 
 
@@ -38,8 +39,9 @@ class Ema(NamedTuple):
 
     Attributes:
         init: ``init(params)`` gives an average that is a copy of the parameters.
-        update: ``update(state, params, applied=None)`` gives the next average. Where ``applied``, a
-            0-d bool tensor, is false, all of it comes back bit for bit as it was.
+        update: ``update(state, params, applied=None, donate=False)`` gives the next average. Where
+            ``applied``, a 0-d bool tensor, is false, all of it comes back bit for bit as it was;
+            with ``donate`` the old average is given up, and its memory is used again.
     """
 
     init: Callable[[trees.Tree], EmaState]
@@ -60,6 +62,9 @@ def ema(decay: float | schedules.Schedule) -> Ema:
     ``use_buffers=True`` would.
 
     Pass a step's ``info.applied`` to ``update``: a step that was not applied does not count.
+
+    With ``donate=True`` an update has the same bits, and needs no memory for a second average: it
+    writes to that of the old one, every later use of which raises an error that says so.
 
     At top level autograd records nothing. In your own ``torch.compile`` call it under ``no_grad``
     where parameters require grad: else each average keeps the graph of all before it.
@@ -96,28 +101,34 @@ def ema(decay: float | schedules.Schedule) -> Ema:
         updates = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
         return EmaState(trees.unflatten(spec, dtensors.closed(copies, layouts)), updates)
 
-    def update(state: EmaState, params: trees.Tree, applied: Tensor | None = None) -> EmaState:
+    def update(
+        state: EmaState, params: trees.Tree, applied: Tensor | None = None, *, donate: bool = False
+    ) -> EmaState:
         """The average with one more set of parameters."""
         checks.check_state(state, EmaState, "ema")
         old, spec = kept = checks.read_tensors(state.params, "state.params", _CAUSE)
         leaves = fitting(params, kept, ("params", "state.params"), _CAUSE)
         _check_kinds(leaves, old, spec)
         counts = True if applied is None else _seen(_check_flag(applied))
+        given_up = [*old, state.updates] if donate and modes.may_add_in_place() else []
         with _without_graph([*leaves, *old]):
-            (parts, layouts), latest = (
-                dtensors.opened(old),
-                dtensors.opened(dtensors.placed_like(leaves, old))[0],
-            )
+            parts, layouts = dtensors.opened(old)
+            latest, _ = dtensors.opened(dtensors.placed_like(leaves, old))
+            keep: Any = decay
+            if callable(decay) and counts is not False:
+                keep = _decay_at(decay, state.updates)
+            # What else the next state holds is made before anything is written.
+            more = counts if isinstance(counts, bool) else trees.moved(counts, state.updates.device)
+            updates = state.updates + more
             if counts is False:
-                new = [x.clone() for x in parts]
+                new = states.taken([parts], True)[0] if given_up else [x.clone() for x in parts]
             else:
-                keep = _decay_at(decay, state.updates) if callable(decay) else decay
-                new = _averaged(parts, latest, 1 - keep, _seen(state.updates == 0))
-            if isinstance(counts, Tensor):
-                pairs = zip(new, parts, strict=True)
-                new = [torch.where(trees.moved(counts, x.device), x, y) for x, y in pairs]
-        more = counts if isinstance(counts, bool) else trees.moved(counts, state.updates.device)
-        return EmaState(trees.unflatten(spec, dtensors.closed(new, layouts)), state.updates + more)
+                rule = _Rule(1 - keep, _seen(state.updates == 0), counts)
+                new = (
+                    _written(rule, parts, latest, given_up) if given_up else rule.of(parts, latest)
+                )
+        states.mark(given_up)
+        return EmaState(trees.unflatten(spec, dtensors.closed(new, layouts)), updates)
 
     return Ema(init, update)
 
@@ -125,28 +136,79 @@ def ema(decay: float | schedules.Schedule) -> Ema:
 # The average ---------------------------------------------------------------------------------
 
 
-def _averaged(
-    old: list[Tensor], latest: list[Tensor], share: float | Tensor, first: bool | Tensor
+class _Rule(NamedTuple):
+    """What an average becomes.
+
+    Attributes:
+        share: The share of the latest parameters.
+        first: Whether this is the first update, which takes the parameters as they are.
+        counts: Whether the update is applied; both flags are bools where the host knows.
+    """
+
+    share: Any
+    first: bool | Tensor
+    counts: bool | Tensor
+
+    def of(self, old: list[Tensor], latest: list[Tensor]) -> list[Tensor]:
+        """The next average, leaf by leaf, in new tensors."""
+        if self.first is True:
+            new = [y.to(x.dtype, copy=True) for x, y in zip(old, latest, strict=True)]
+        else:
+            new = _averaged(old, latest, self.share)
+        if isinstance(self.first, Tensor):
+            new = _selected(self.first, latest, new)
+        return _selected(self.counts, new, old) if isinstance(self.counts, Tensor) else new
+
+
+def _written(
+    rule: _Rule, old: list[Tensor], latest: list[Tensor], given_up: list[Tensor]
 ) -> list[Tensor]:
-    """The average of each leaf, with such a share of the latest; the first is the latest itself."""
-    if first is True:
-        return [y.to(x.dtype, copy=True) for x, y in zip(old, latest, strict=True)]
+    """The same bits in the memory of the old average, all of which refuses after an error.
+
+    Where nobody knows whether it is to be averaged at all, a group of leaves is computed beside it.
+    """
+    work, written = states.taken([old], True)[0], False
+    try:
+        if rule.first is False and rule.counts is True:
+            written = True
+            return _averaged(work, latest, rule.share, into=work)
+        for part in optimizers.groups([work]):
+            new = rule.of(work[part], latest[part])
+            written = True
+            kernels.foreach_copy_(work[part], new)
+            del new  # before there is a copy of the next
+    except BaseException:
+        if written:
+            states.mark(given_up, states.Spoiled)
+        raise
+    return work
+
+
+def _averaged(
+    old: list[Tensor], latest: list[Tensor], share: Any, into: list[Tensor] | None = None
+) -> list[Tensor]:
+    """The average of each leaf, with such a share of the latest."""
     if isinstance(share, float) and trees.at_once([*old, *latest]):
-        new = [*kernels.foreach_lerp(old, latest, share)]
-    else:
-        of = trees.scalars_of(share)
-        new = [_mean(x, y, of) for x, y in zip(old, latest, strict=True)]
-    if isinstance(first, Tensor):
-        pairs = zip(latest, new, strict=True)
-        new = [torch.where(trees.moved(first, x.device), y.to(x.dtype), x) for y, x in pairs]
-    return new
+        if into is None:
+            return [*kernels.foreach_lerp(old, latest, share)]
+        kernels.foreach_lerp_(into, latest, share)
+        return into
+    of, outs = trees.scalars_of(share), into or [None] * len(old)
+    return [_mean(x, y, of, out) for x, y, out in zip(old, latest, outs, strict=True)]
 
 
-def _mean(x: Tensor, y: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+def _mean(x: Tensor, y: Tensor, share_of: Callable[[Tensor], Tensor], out: Tensor | None) -> Tensor:
     """A leaf's average with a share of the latest; the latest of what is no number to average."""
     if not trees.continuous(x):
-        return y.clone()
-    return torch.lerp(x, y.to(x.dtype), share_of(x).to(x.dtype))  # a complex leaf asks for its own
+        return y.clone() if out is None else out.copy_(y)
+    share = share_of(x).to(x.dtype)  # a complex leaf asks for its own
+    return torch.lerp(x, y.to(x.dtype), share, out=out)
+
+
+def _selected(flag: Tensor, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """The new leaves where ``flag``, and else the old ones, in the dtypes of these."""
+    pairs = zip(new, old, strict=True)
+    return [torch.where(trees.moved(flag, x.device), y.to(x.dtype), x) for y, x in pairs]
 
 
 def _decay_at(decay: schedules.Schedule, updates: Tensor) -> Any:

@@ -327,7 +327,7 @@ def by_kernel(
             written = True
             method.kernel(work, grads, step, rate_, found_inf, foreach)
         elif given_up:
-            for part in _groups(work):
+            for part in groups(work):
                 old = [column[part] for column in work]
                 new = states.copies(old)
                 method.kernel(new, grads[part], step, rate_, None, foreach)
@@ -344,7 +344,7 @@ def by_kernel(
     return work
 
 
-def _groups(columns: Columns) -> Iterator[slice]:
+def groups(columns: Columns) -> Iterator[slice]:
     """Neighbouring leaves, as many as may be copied at a time."""
     sizes = [sum(x.nbytes for x in row) for row in zip(*columns, strict=True)]
     most, start, held = max(GROUP, *sizes), 0, 0

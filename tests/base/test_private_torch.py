@@ -72,6 +72,19 @@ def test_foreach_lerp_has_the_bits_of_lerp_and_leaves_its_arguments():
         assert (x._version, y._version) == versions
         assert torch.equal(mean, torch.lerp(x, y, share))
         assert torch.equal(mean, torch.lerp(x, y, torch.tensor(share, dtype=torch.float32)))
+        kernels.foreach_lerp_([into := x.clone()], [y], share)
+        assert torch.equal(mean, into)
+
+
+def test_tensors_lie_apart_where_none_has_a_number_of_another():
+    """Views that interleave count as if they did not; an empty one has no number."""
+    x, y = torch.zeros(12), torch.zeros(12)
+    table = x.view(3, 4)
+    assert kernels.lie_apart([*x.split(5), y, y.new_zeros(0), x[5:5]])
+    assert kernels.lie_apart([table[:1].t(), table[1:].t(), x.to_sparse()])
+    for others in ([x, x], [x, x.detach()], [x[:6], x[5:]], [table[:, 0], table[:, 3]]):
+        assert not kernels.lie_apart([y, *others])
+    assert not kernels.lie_apart([(sparse := x.to_sparse()), sparse])
 
 
 def test_foreach_add_takes_no_lists_that_are_empty():

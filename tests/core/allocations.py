@@ -145,10 +145,18 @@ def by_backward(loss):
     return call
 
 
-def of_averages(do, cold):
-    average = pa.ema(0.5)
-    state = do(average.init, FN.params)
-    return do(average.update, state, {name: p + 1 for name, p in FN.params.items()})
+def averages(donate):
+    """The first update, and another one; a parameter of another dtype is cast in between."""
+
+    def program(do, cold):
+        average, params = pa.ema(0.5), {**FN.params, "half": torch.ones(9, dtype=torch.float16)}
+        state = do(average.init, params)
+        for more in (1, 2):
+            latest = {name: p + more for name, p in params.items()}
+            state = do(lambda s, p: average.update(s, p, donate=donate), state, latest)
+        return state
+
+    return program
 
 
 def minimized(optimizer, donate):
@@ -225,7 +233,8 @@ FURTHER = {
     "value": a_gradient(lambda f: pa.value(f, microbatch_size=SIZE)),
     "hvp": a_gradient(lambda f: lambda p, x: pa.curvature.hvp(f, microbatch_size=SIZE)(p, x, p)),
     "backward": a_gradient(by_backward),
-    "averages": of_averages,
+    "averages": averages(False),
+    "averages, donated": averages(True),
     "lbfgs": minimized(pa.lbfgs(max_iter=2), False),
     "lbfgs, donated": minimized(pa.lbfgs(max_iter=2), True),
     "sam, donated": minimized(pa.sam(pa.adamw(0.1)), True),

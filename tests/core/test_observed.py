@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
@@ -111,6 +112,46 @@ def test_attributes_of_modules_are_assigned_as_if_the_loss_were_called_once(by):
     for i in range(1, 3):
         pa.grad(loss, microbatch_size=2)(fn.params, X)
         assert net.calls == 3 * i
+
+
+class Hooked(nn.Module):
+    """Hooks a layer at its first call and remembers that it did, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x):
+        if not hasattr(self, "hooked"):
+            self.hooked = self.linear.register_forward_hook(lambda module, args, out: 3 * out)
+        return self.linear(x)
+
+
+HOOKED = {
+    "functional": lambda net, w, x, fn: fn.apply(w, (), x)[0],
+    "functional_call": lambda net, w, x, fn: functional_call(net, w, (x,)),
+    "captured": lambda net, w, x, fn: net(x) * w["linear.bias"],
+}
+
+
+@pytest.mark.parametrize("by", HOOKED)
+def test_a_hook_that_the_first_call_makes_is_there_at_every_call(by):
+    """With the observed run both are undone, the hook and what remembers it."""
+    net, other = Hooked(), Hooked()
+    other.load_state_dict(net.state_dict())
+    other(X)  # makes its hook unobserved
+
+    def loss_of(net):
+        fn = pa.functional(net)
+        return lambda w, x: HOOKED[by](net, w, x, fn).square().mean()
+
+    params = pa.functional(net).params
+    if by == "captured":  # else the call is made again, to follow what is captured
+        net.requires_grad_(False)
+    loss, expected = loss_of(net), torch.func.grad(loss_of(other))(params, X)
+    for _ in range(2):
+        assert_trees_bitwise_equal(pa.grad(loss)(params, X), expected)
+    assert len(net.linear._forward_hooks) == 1
 
 
 def test_the_first_call_of_a_functional_is_one_call():

@@ -245,6 +245,21 @@ def test_a_microbatch_launches_no_more_than_by_hand(form, network, precision):
     assert launched(network, precision, form).microbatch <= by_hand.microbatch
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_average_launches_two_selections_a_leaf_and_four_kernels(donate):
+    """Nobody knows whether it is the first update, nor whether it is applied."""
+    average, found = pa.ema(0.9), []
+    flag = torch.ones((), dtype=torch.bool, device="cuda")
+    for count in (4, 8):
+        params = [torch.ones(3, device="cuda") for _ in range(count)]
+        state = average.update(average.init(params), params)
+        with nothing_waits() as seen:
+            average.update(state, params, flag, donate=donate)
+        found.append(seen.launches.total())
+    assert found[0] <= 2 * 4 + 4
+    assert found[1] <= 2 * 8 + 4
+
+
 def table():
     """What is launched today, as it is written above; and for 8 microbatches, beside the loop."""
     found = {form: [launched(*c, form) for c in COLUMNS] for form in (*LOOPS, *FORMS)}

@@ -162,15 +162,17 @@ def test_optimizers_on_cuda_have_the_bits_of_torch(ours, theirs, settings, fused
         assert all(torch.equal(mine[name], leaf) for name, leaf in leaves.items())
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("function", [False, True])
-def test_averages_on_cuda_have_the_bits_of_torch_and_wait_for_nothing(function):
+def test_averages_on_cuda_have_the_bits_of_torch_and_wait_for_nothing(function, donate):
     model = nn.ParameterList([nn.Parameter(x) for x in given()[0].values()])
     their = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     average = pa.ema(pa.constant(0.9) if function else 0.9)
     state = average.init([*model])
     yes, no = (torch.full((), flag, device="cuda") for flag in (True, False))
     poison = [torch.full_like(x, torch.nan) for x in model]
-    average.update(average.update(state, [*model], yes), [*model])  # kernels load and wait
+    other = average.update(average.update(state, [*model], yes), [*model])  # kernels load and wait
+    average.update(other, [*model], yes, donate=donate)
     for _ in range(3):
         with torch.no_grad():
             for x in model:
@@ -179,8 +181,8 @@ def test_averages_on_cuda_have_the_bits_of_torch_and_wait_for_nothing(function):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            state = average.update(state, [*model], yes)
-            state = average.update(state, poison, no)
+            state = average.update(state, [*model], yes, donate=donate)
+            state = average.update(state, poison, no, donate=donate)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert_trees_bitwise_equal(state.params, [x.detach() for x in their.parameters()])

@@ -103,15 +103,19 @@ def test_donation_changes_no_bit(kind):
         assert_trees_bitwise_equal(got, want)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "partition"])
-def test_tied_leaves_are_stepped_once(kind):
-    """One tensor that is two leaves is not written to twice where it is donated."""
+@EVERY
+@pytest.mark.parametrize("alias", [lambda x: x, torch.detach], ids=["same", "alias"])
+def test_tied_leaves_are_stepped_once(kind, alias):
+    """One memory that is two leaves, as in a ``state_dict()``, is not written to twice."""
     flags = [None, torch.tensor(True)]
     for applied in flags if "from_torch" in kind else [*flags, unread(torch.tensor(True))]:
         opt, found = make_optimizer(kind), []
         for donate in (False, True):
             one = torch.tensor([1.0, -2.0])
-            params, grads = {"a": one, "b": one}, {"a": torch.ones(2), "b": torch.full((2,), 2.0)}
+            params, grads = (
+                {"a": one, "b": alias(one)},
+                {"a": torch.ones(2), "b": torch.full((2,), 2.0)},
+            )
             new = opt.apply(grads, opt.init(params), params, applied=applied, donate=donate)
             found.append(optree.tree_map(lambda x: x.as_subclass(torch.Tensor), new))
         assert_trees_bitwise_equal(*found)

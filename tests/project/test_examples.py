@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -216,18 +217,136 @@ def test_the_methods_are_off_as_the_table_says(capsys):
     assert "\n  gradients zeroed: " in said
 
 
+def torchrun(ranks, name, *words):
+    """What an example prints on so many ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", str(ranks), str(EXAMPLES / name), *words]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def check_parameters(said, *others):
+    """In double precision, after some steps of AdamW: a sample lost or taken twice would show."""
+    for other in others:
+        apart = re.search(rf"largest difference of a parameter from {other}: (\S+)", said)
+        assert apart, said
+        assert float(apart[1]) < torch.finfo(torch.float64).eps * 2**20
+
+
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process():
-    """By torchrun, in double precision: samples in the wrong place, or twice, would show."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", str(EXAMPLES / "distributed.py")]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
-    assert run.returncode == 0, run.stderr
-    apart = re.search(r"from the one process: (\S+)", run.stdout)
-    assert apart, run.stdout
-    assert float(apart[1]) < torch.finfo(torch.float64).eps * 2**20  # 31 steps of AdamW
-    assert "10 microbatches on 2 ranks" in run.stdout
+    said = torchrun(2, "distributed.py")
+    check_parameters(said, "the one process")
+    assert "10 microbatches on 2 ranks" in said
+
+
+@pytest.mark.slow
+def test_what_four_ranks_save_two_resume(tmp_path):
+    """Sharded parameters, uneven samples and words: before and after as in one process."""
+    others = "one process", "an uninterrupted run"
+    said = torchrun(4, "sharded.py", str(tmp_path / "run"), "--stop", "3")
+    check_parameters(said, *others)
+    assert "3 microbatches on 4 ranks" in said
+    assert len(list((tmp_path / "run").iterdir())) == 4
+    said = torchrun(2, "sharded.py", str(tmp_path / "run"))
+    check_parameters(said, *others)
+    assert "5 microbatches on 2 ranks" in said
+
+
+COMING_FROM = EXAMPLES / "guide" / "coming_from.md"
+
+
+def trainer_of_transformers():
+    pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("accelerate", reason="needs accelerate, without which there is no Trainer")
+    return runpy.run_path(str(EXAMPLES / "transformers_trainer.py"))
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+def test_the_trainer_of_transformers_has_the_gradient_of_the_whole_batch():
+    """Up to what models and losses of transformers compute in float32, whatever the dtype.
+
+    Its own accumulation is right for a decoder. It adds up eight means, or takes their mean, or
+    counts the balance loss of a router eight times, and the guide says how far that is off.
+    """
+    found = trainer_of_transformers()["main"]()
+    wide, narrow = (torch.finfo(dtype).eps ** 0.5 for dtype in (torch.float64, torch.float32))
+    ours = {name: off for (name, way), off in found.items() if way == "pureaccum"}
+    theirs = {name: off for (name, way), off in found.items() if way == "the Trainer"}
+    assert len(ours) == len(theirs) == 4
+    assert max(ours["a head that classifies"][:2]) < wide  # its loss is in float64
+    assert max(map(max, ours.values())) < narrow
+    assert max(theirs["a decoder"]) < narrow
+    assert abs(theirs["a head that classifies"][0] - 7) < wide
+    page = COMING_FROM.read_text(encoding="utf-8")
+    for name in theirs.keys() - {"a decoder"}:
+        assert min(theirs[name]) > narrow
+        numbers = " | ".join(f"{x:.0%}" for x in theirs[name])
+        assert re.search(rf"\| {name}\b.* \| {numbers} \|", page), (name, numbers)
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+def test_the_trainer_of_transformers_finds_ours(tmp_path):
+    """In at most twenty lines: it logs the losses, norms and rates of the whole batch."""
+    source = (EXAMPLES / "transformers_trainer.py").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"^class MicrobatchTrainer(?:\n| .*\n|\(.*\n)+", source, re.MULTILINE)
+    assert len([line for line in lines.splitlines() if line.strip()]) <= 20
+    example = trainer_of_transformers()
+    model, usual, loss_of, size = example["CASES"]["a head that classifies"]
+    ours = partial(example["MicrobatchTrainer"], loss_of=loss_of, microbatch_size=size)
+    (_, log), (_, own) = (example["train"](model, example["STEPS"], it, 32) for it in (usual, ours))
+    assert len(log) == len(own) == 11
+    assert any(logged["grad_norm"] > 1 for logged in log[:-1])  # which is clipped
+    rounding = torch.finfo(torch.float32).eps ** 0.5
+    for whole, cut in zip(log[:-1], own[:-1], strict=True):
+        assert cut["learning_rate"] == whole["learning_rate"]
+        assert abs(cut["loss"] / whole["loss"] - 1) < rounding
+        assert abs(cut["grad_norm"] / whole["grad_norm"] - 1) < rounding
+    for setting in ({"gradient_accumulation_steps": 2}, {"fp16": True}):
+        args = example["hf"].TrainingArguments(str(tmp_path), **setting)
+        with pytest.raises(ValueError, match="expected gradient_accumulation_steps=1; no fp16"):
+            ours(model=torch.nn.Linear(1, 1), args=args)
+
+
+RANK_OF_LIGHTNING = """
+import os, runpy, sys, torch
+example, rank = runpy.run_path(sys.argv[1]), int(os.environ["RANK"])
+torch.manual_seed(1)
+data = example["samples"](True)[rank::2]
+example["QUIET"].update(strategy="ddp", devices=2, use_distributed_sampler=False)
+moved, loss = example["train"](example["Microbatched"], 16, 1, data, example["STEPS"])
+if rank == 0:
+    torch.save((moved, loss), sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about itself
+def test_a_module_of_lightning_has_the_gradient_of_the_whole_batch(tmp_path):
+    """On one process and on two. Lightning's own is right in a window of even microbatches only."""
+    pytest.importorskip("lightning", reason="needs lightning (the extra bench)")
+    example = runpy.run_path(str(EXAMPLES / "lightning_module.py"))
+    found = example["main"]()
+    rounding = torch.finfo(torch.float64).eps ** 0.5
+    assert max(max(found[kind, "pureaccum"]) for kind in ("even", "uneven")) < rounding
+    even, short, _ = found["even", "Lightning"]
+    assert even < rounding
+    assert short > 1 / 8  # seven microbatches, divided by eight
+    assert min(found["uneven", "Lightning"]) > rounding
+    numbers = " | ".join(f"{x:.0%}" for x in found["uneven", "Lightning"])
+    assert re.search(rf"\| uneven .*\| {numbers} \|", COMING_FROM.read_text(encoding="utf-8"))
+    program, saved = tmp_path / "rank.py", tmp_path / "moved.pt"
+    program.write_text(RANK_OF_LIGHTNING)
+    torchrun(2, program, EXAMPLES / "lightning_module.py", saved)
+    torch.manual_seed(1)
+    moved, loss = example["train"](*example["WHOLE"], example["samples"](True), example["STEPS"])
+    on_two, their_loss = torch.load(saved)
+    assert example["off"](on_two, moved) < rounding
+    assert abs(their_loss / loss - 1) < rounding
 
 
 def test_the_three_ways_are_off_as_the_readme_says():

@@ -1,5 +1,7 @@
 """Kernels of torch for many tensors at once, and the memory in which tensors lie."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,6 +36,9 @@ foreach_div_ = torch._foreach_div_  # pyright: ignore
 foreach_lerp = torch._foreach_lerp  # pyright: ignore
 
 
+foreach_lerp_ = torch._foreach_lerp_  # pyright: ignore
+
+
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore
 
 
@@ -61,3 +66,24 @@ def memory_of(x: Tensor) -> int | None:
     """A number that all views of one memory have in common; None where there is no one memory."""
     x = functorch.innermost(x)
     return None if x.layout != torch.strided or x.is_nested else x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def lie_apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether no two tensors share a number: views that interleave count as if they did."""
+    try:
+        memories = [x.untyped_storage()._cdata for x in tensors]  # pyright: ignore[reportPrivateUsage]
+    except NotImplementedError:  # a sparse one has several
+        return len({*map(id, tensors)}) == len(tensors)
+    if len({*memories}) == len(memories):
+        return True
+    spans = sorted((memory, *_span(x)) for memory, x in zip(memories, tensors, strict=True))
+    return all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(spans))
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The bytes of its memory between which a tensor lies."""
+    start = int(x.storage_offset()) * x.element_size()
+    if x.is_contiguous() or not x.numel():
+        return start, start + x.nbytes
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()

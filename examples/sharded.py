@@ -1,0 +1,149 @@
+"""Train parameters that fully_shard has sharded, and resume on another number of ranks.
+
+Each rank holds its shards of the parameters, of their moments and of the sums of gradients. A layer
+gathers its parameters when it is called, and again for its backward pass. Samples have uneven
+numbers of words, and ranks of samples. What four ranks save, two resume; they end where an
+uninterrupted run and one process with plain tensors end.
+
+    torchrun --nproc-per-node 2 examples/sharded.py
+    torchrun --nproc-per-node 4 examples/sharded.py run --stop 3  # saves after three steps
+    torchrun --nproc-per-node 2 examples/sharded.py run  # resumes
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.functional import cross_entropy
+
+import pureaccum as pa
+
+
+ROWS, LENGTH, WORDS, WIDTH = 37, 12, 64, 128  # 37 rows: 19 on one of two ranks, 18 on the other
+SIZE, STEPS = 4, 6  # each rank has SIZE rows of a microbatch
+Tensors = dict[str, Tensor]
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)  # the same on all ranks
+    first, last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+    block = partial(nn.TransformerEncoderLayer, WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True)
+    return nn.Sequential(first, *(block() for _ in range(4)), last).double()
+
+
+def make_params(mesh: DeviceMesh | None) -> Tensors:
+    net = make_net()
+    for layer in net if mesh else ():
+        fully_shard(layer, mesh=mesh)
+    return dict(net.named_parameters())  # with a mesh, DTensors
+
+
+def make_batch(step: int) -> Tensors:
+    """Words, and the same words in order, of which only the first few of a sample count."""
+    g = torch.Generator().manual_seed(step)
+    words = torch.randint(WORDS, (ROWS, LENGTH), generator=g)
+    lengths = torch.randint(1, LENGTH + 1, (ROWS, 1), generator=g)
+    return {"x": words, "y": words.sort(1).values, "mask": torch.arange(LENGTH) < lengths}
+
+
+def shard(batch: Tensors, mesh: DeviceMesh) -> Tensors:
+    """Of the rows that each rank has, and of rows without weight where it has fewer: DTensors."""
+    rows = pa.distributed.shard_batch(batch, mesh.get_rank(), mesh.size())
+    for name, x in rows.items():
+        x = torch.cat([x, x.new_zeros(-(-ROWS // mesh.size()) - len(x), LENGTH)])
+        rows[name] = DTensor.from_local(x, mesh, [Shard(0)] * mesh.ndim)
+    return rows
+
+
+class Gather(torch.autograd.Function):
+    """A sharded parameter as a whole; its gradient is summed into the shards."""
+
+    @staticmethod
+    def forward(p: Any) -> Tensor:
+        return p.full_tensor()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any], output: Tensor) -> None:
+        ctx.mesh, ctx.placements = inputs[0].device_mesh, inputs[0].placements
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        # each replica keeps sums of its own, which the step reduces once, at its end
+        wanted = [Partial() if p.is_replicate() else p for p in ctx.placements]
+        grad = DTensor.from_local(grad, ctx.mesh, [Partial()] * ctx.mesh.ndim)
+        return grad.redistribute(placements=wanted)
+
+
+def whole(p: Tensor) -> Tensor:
+    return Gather.apply(p) if isinstance(p, DTensor) else p
+
+
+def gathered(layer: Any, params: Tensors, x: Tensor) -> Tensor:
+    return layer.apply({name: whole(p) for name, p in params.items()}, (), x)[0]
+
+
+def make_loss(mesh: DeviceMesh | None) -> Callable[[Tensors, Any], pa.Weighted]:
+    with torch.device("meta"):  # functions of parameters, without any of their own
+        layers = [pa.functional(layer) for layer in make_net()]
+    net = pa.remat_sequential([partial(gathered, fn) for fn in layers], segments=len(layers))
+
+    def loss(params: Tensors, batch: Any) -> pa.Weighted:
+        x, y, mask = (batch[n].to_local() if mesh else batch[n] for n in ("x", "y", "mask"))
+        of_layers = [{n: params[f"{i}.{n}"] for n in fn.params} for i, fn in enumerate(layers)]
+        errors = cross_entropy(net(of_layers, x).mT, y, reduction="none")
+        sums = (errors * mask).sum(), mask.sum()
+        if mesh:  # of which each rank has a part
+            sums = (DTensor.from_local(s, mesh, [Partial()] * mesh.ndim) for s in sums)
+        return pa.Weighted(*sums)
+
+    return loss
+
+
+def make_step(mesh: DeviceMesh | None, size: int = SIZE) -> Any:
+    optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(3e-3, fused=True))
+    rows = size * mesh.size() if mesh else size
+    return pa.make_step(make_loss(mesh), optimizer, microbatch_size=rows, donate=True)
+
+
+def train(mesh: DeviceMesh | None, stop: int, folder: Path | None = None) -> Tensors:
+    """The parameters after so many steps, from the first on, or from what a folder holds."""
+    step = make_step(mesh)
+    state = step.init(make_params(mesh))
+    if folder and folder.exists():
+        state = pa.load(folder, like=state)
+    for i in range(int(state.attempts), stop):
+        state, info = step(state, shard(make_batch(i), mesh) if mesh else make_batch(i))
+        if dist.get_rank() == 0 and i + 1 == stop:
+            cut = f"{info.microbatches} microbatches on {mesh.size() if mesh else 1} ranks"
+            print(f"step {i + 1}: loss {info.loss:.9f} over {int(info.weight)} words in {cut}")
+    if folder and stop < STEPS:
+        pa.save(folder, state)  # all ranks together; each writes what it holds
+    return state.params
+
+
+def main(folder: str | None, stop: int) -> None:
+    dist.init_process_group("gloo")  # "nccl", and "cuda" below, where each rank has a GPU
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = train(mesh, stop, Path(folder) if folder else None)
+    for name, its in {"one process": None, "an uninterrupted run": mesh}.items():
+        end = train(its, stop)
+        apart = max(float((whole(p) - whole(end[n])).abs().max()) for n, p in params.items())
+        if dist.get_rank() == 0:
+            print(f"largest difference of a parameter from {name}: {apart:.1e}")
+    dist.barrier()  # a rank of gloo that ends in the middle of a collective may abort
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", nargs="?", help="where a run is saved, and resumed from")
+    parser.add_argument("--stop", type=int, default=STEPS, help="after how many steps it is saved")
+    main(**vars(parser.parse_args()))
