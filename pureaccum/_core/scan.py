@@ -190,7 +190,7 @@ def _check_carry(leaves: list[Any], spec: Any, before: trees.Tree) -> None:
     """Raise where a carry is not like the one before."""
     old, old_spec = trees.flatten(before)
     cause = "A carry keeps its structure, as that of a loop that runs any number of times."
-    checks.check_same_structure(spec, old_spec, "the one that func was given", "carry", cause)
+    checks.check_same_structure(old_spec, spec, "the one that func was given", "carry", cause)
     names = trees.paths(spec, "carry")
     for name, x, y in zip(names, leaves, old, strict=True):
         if isinstance(x, Tensor) != isinstance(y, Tensor) or (
