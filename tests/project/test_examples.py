@@ -294,7 +294,9 @@ def test_the_trainer_of_transformers_finds_ours(tmp_path):
     """In at most twenty lines: it logs the losses, norms and rates of the whole batch."""
     source = (EXAMPLES / "transformers_trainer.py").read_text(encoding="utf-8")
     (lines,) = re.findall(r"^class MicrobatchTrainer(?:\n| .*\n|\(.*\n)+", source, re.MULTILINE)
-    assert len([line for line in lines.splitlines() if line.strip()]) <= 20
+    counted = len([line for line in lines.splitlines() if line.strip()])
+    assert counted <= 20
+    assert f"a class of {counted} lines" in COMING_FROM.read_text(encoding="utf-8")
     example = trainer_of_transformers()
     model, usual, loss_of, size = example["CASES"]["a head that classifies"]
     ours = partial(example["MicrobatchTrainer"], loss_of=loss_of, microbatch_size=size)
