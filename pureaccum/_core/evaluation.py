@@ -172,8 +172,10 @@ def _of_part(
     def judged(*args: Any, **kwargs: Any) -> outputs.Counted:
         out = making.run(*args, **kwargs)
         seen, _ = losses.read(out, making.rule.has_aux, whole="counted")
-        alone = isinstance(seen.weight, tuple) or isinstance(seen.terms, Tensor)
-        return outputs.Counted(out, None if alone else weighted.counts(seen.total, seen.weight))
+        keep = None
+        if isinstance(seen.weight, Tensor) and not isinstance(seen.terms, Tensor):
+            keep = weighted.counts(seen.total, seen.weight)
+        return outputs.Counted(out, keep)
 
     def loss(leaves: Sequence[Any], part: trees.Tree, *_: Any) -> Any:
         filled = trees.unflatten(spec, leaves) | part

@@ -99,11 +99,10 @@ def scan(
         rows = batches.rows_to_cut(batches.read_batch(cut, "args", dim), "args", one_by_one=True)
         sizes = batches.sizes_of_batch(rows, size, "chunk_size") or [0]
         arguments = Arguments.of(args, kwargs, cut, dim)
-        _refuse_sharded(arguments)
-        host = None
+        over, host = _ranks_of(arguments), None
         if keep == "host":
             arguments, host = with_rows_on_host(arguments)
-        made = outputs.Outputs(reduce, sizes, dim, host)
+        made = outputs.Outputs(reduce, sizes, dim, host, over)
         with batches.cutting(len(sizes), sized=True):
             carry, outs = _over_chunks(told, arguments, made, known, host)
         return (carry if rows else args[CARRY]), made.finish(outs, arguments.tensors)
@@ -135,8 +134,8 @@ def _over_chunks(
             joined = [gathered.Gathered(outs.sizes, how, recorded) for how in outs.form.outs]
         for so_far in joined:
             x = taken.pop(0)
-            in_rows = host is not None and isinstance(so_far.how, gathered.Rows)
-            so_far.take(gathered.to_host(x) if in_rows and so_far.how.host else x)
+            is_lent = isinstance(so_far.how, gathered.Rows) and so_far.how.host is not None
+            so_far.take(gathered.to_host(x) if is_lent else x)
     return carry, [so_far.end() for so_far in joined]
 
 
@@ -155,10 +154,6 @@ class _Chunk(outputs.Whole):
         self.outs, self.p, self.carry = outs, p, carry
         self.before = dict(outs.states)
 
-    @property
-    def followed(self) -> Sequence[Tensor]:
-        return self.outs.followed
-
     def begin(self) -> None:
         self.outs.states = dict(self.before)
         if self.p == 0:
@@ -174,6 +169,7 @@ class _Chunk(outputs.Whole):
             self.spec, self.static = spec, losses.tensors_apart(leaves)[1]
         tensors, _ = losses.tensors_apart(leaves)
         taken, keeps = self.outs.take(self.p, out[1], repeated)
+        self.followed = self.outs.followed
         if not repeated:
             assert self.outs.form is not None
             self.count = len(tensors)
@@ -214,13 +210,16 @@ def _look(x: Any) -> str:
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 
 
-def _refuse_sharded(arguments: Arguments) -> None:
-    over = [x.over for x in arguments.cuts if isinstance(x, gathered.Rows)]
-    if any(x != sharded_rows.NOWHERE for x in over):
+def _ranks_of(arguments: Arguments) -> sharded_rows.Over:
+    """Over which ranks a sequence lies, which is not cut between them."""
+    found = (x.over for x in arguments.cuts if isinstance(x, gathered.Rows))
+    over = next(found, sharded_rows.NOWHERE)
+    if over != sharded_rows.NOWHERE and over[1]:
         raise TypeError(
-            "a sequence is a DTensor whose rows lie on several ranks, and a carry goes from one "
+            "a sequence is a DTensor whose steps lie on several ranks, and a carry goes from one "
             "chunk to the next. Shard another dim, such as that of samples, or x.full_tensor()."
         )
+    return over
 
 
 def _cut(x: Tensor, how: gathered.Cut, sizes: Sequence[int]) -> Sequence[Tensor]:

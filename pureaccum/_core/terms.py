@@ -96,7 +96,7 @@ def _added(totals: list[Tensor], keeps: list[Tensor], over: Tensor) -> Tensor:
         kept = counted_total(total, dtensors.replicated(keep, total))
         kept = kept.float() if kept.dtype.itemsize < 4 else kept
         terms.append(kept / dtensors.replicated(by.to(kept.dtype), total))
-    return sum(terms[1:], terms[0])
+    return reduce(torch.add, terms)
 
 
 def whole_weight(weight: Any) -> Any:
