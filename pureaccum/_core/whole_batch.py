@@ -5,7 +5,7 @@ A batch that fits into one microbatch passes through untouched: its weight is 1.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -195,10 +195,11 @@ def _summed(
         return ledger, [] if sums is None else sums.all()
 
     ledger, sums = windows.run_window(run, leaves, rule.engine, loss.known)
+    if kinds is None:
+        return cast(Any, None), ledger.entries
     last = ledger.entries[-1] if ledger.entries else None
-    grads = sums if kinds is None else dtensors.closed(sums, kinds.layouts)
     came = Accumulated(
-        state=amounts_of(ledger.entries, rule, grads),
+        state=amounts_of(ledger.entries, rule, dtensors.closed(sums, kinds.layouts)),
         unit=window.unit or 1.0,
         carried=ledger.flow.carried,
         aux=ledger.flow.aux,
