@@ -198,8 +198,11 @@ def _summed(
     if kinds is None:
         return cast(Any, None), ledger.entries
     last = ledger.entries[-1] if ledger.entries else None
+    state = amounts_of(ledger.entries, rule, dtensors.closed(sums, kinds.layouts))
+    if last is None and isinstance(whole, Tensor):  # what other ranks have is of this shape
+        state = state._replace(weight=torch.zeros_like(whole))
     came = Accumulated(
-        state=amounts_of(ledger.entries, rule, dtensors.closed(sums, kinds.layouts)),
+        state=state,
         unit=window.unit or 1.0,
         carried=ledger.flow.carried,
         aux=ledger.flow.aux,

@@ -135,9 +135,11 @@ def _of_no_rows(
         except Exception:
             if around.group is not None:
                 raise
-    if came is not None and around.group is not None:
+    reached = around.group is not None
+    if came is not None and (reached or plan.calling.known.terms):  # or ranks count its weights
         amounts = came.state._replace(microbatches=0, weighted=0)
-        return came._replace(state=amounts, aux=None)
+        carried = came.carried if reached else flow.carried
+        return came._replace(state=amounts, carried=carried, aux=None)
     none = prepared._replace(cut=prepared.cut._replace(size=1, sizes=[], unit=1.0))
     return _accumulated(plan, state, none, first, flow)
 
