@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.ranks import run_on_ranks
 
 
 pytestmark = [pytest.mark.parity, pytest.mark.promise("pages")]
@@ -253,6 +255,44 @@ def test_what_four_ranks_save_two_resume(tmp_path):
     said = torchrun(2, "sharded.py", str(tmp_path / "run"))
     check_parameters(said, *others)
     assert "5 microbatches on 2 ranks" in said
+
+
+def costs_of_ranks(replicas, rank, world):
+    """Of a step of each kind, in one microbatch and in five; and how far parameters are apart."""
+    sys.path.insert(0, str(EXAMPLES))  # of this process, in which nothing else runs
+    example = runpy.run_path(str(EXAMPLES / "sharded_costs.py"))
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("two", "one"))
+    mesh = mesh if replicas > 1 else mesh["one"]
+    found = {
+        (name, k): example["measure"](name, mesh, k)
+        for name in ("DDP", "fully_shard", "sharded.py")
+        for k in (1, 5)
+    }
+    (_, params), costs = found["DDP", 1], {key: cost._asdict() for key, (cost, _) in found.items()}
+    off = [float((p - params[n]).abs().max()) for _, its in found.values() for n, p in its.items()]
+    return costs, max(off)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_a_step_of_shards_communicates_what_the_guide_says(ranks, replicas):
+    """What is sharded is gathered twice a microbatch; what is replicated is reduced once a step."""
+    for end in run_on_ranks(ranks, partial(costs_of_ranks, replicas), timeout=120.0):
+        assert not end.failure, end.failure
+        costs, off = end.returned
+        assert off < 1e-6 * 3e-3 * 2  # torch's clipping adds 1e-6 to the norm; two steps of AdamW
+        whole = costs["DDP", 1]["parameters"]
+        for k in (1, 5):
+            ours, theirs = costs["sharded.py", k], costs["fully_shard", k]
+            for name in ("parameters", "sums"):
+                assert ours[name] == theirs[name] == whole * replicas // ranks
+            assert abs(ours["moments"] - 2 * ours["parameters"]) < 1000  # beside them, a count
+            assert ours["gathered"] == theirs["gathered"] == 2 * k * whole
+            assert ours["scattered"] == theirs["scattered"] == k * whole
+            kept = whole * replicas // ranks if replicas > 1 else 0
+            assert abs(ours["reduced"] - kept) < 1000  # weights, totals and a norm
+            assert abs(theirs["reduced"] - k * kept) < 1000
+            assert ours["peak"] < costs["DDP", k]["peak"]
 
 
 COMING_FROM = EXAMPLES / "guide" / "coming_from.md"
