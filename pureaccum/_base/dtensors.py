@@ -249,7 +249,8 @@ def replicated(x: Tensor, like: Any) -> Tensor:
 
 
 def full_of(part: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad():  # a part that requires grad makes torch warn, on one rank
+        part = part.detach()
         return module().DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
 
 
