@@ -6,6 +6,7 @@ what counts of a collective are the bytes of the whole tensor, gathered or not y
     torchrun --nproc-per-node 4 examples/sharded_costs.py
 """
 
+import gc
 import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable
@@ -135,7 +136,8 @@ def main() -> None:
                 lines.append(f"{what:24}{k:3}{numbers}{cost.calls:11}")
     if dist.get_rank() == 0:
         print("\n".join(lines))
-    dist.barrier()  # a rank of gloo that ends in the middle of a collective may abort
+    gc.collect()  # gloo may abort a process where something outlives the group
+    dist.barrier()
     dist.destroy_process_group()
 
 

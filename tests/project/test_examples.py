@@ -225,7 +225,9 @@ def torchrun(ranks, name, *words):
     command = [*torchrun, "--nproc-per-node", str(ranks), str(EXAMPLES / name), *words]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
-    assert run.returncode == 0, run.stderr
+    # as tests/ranks.py says, a process of gloo's sometimes aborts when all is done
+    aborted = "terminate called without an active exception" in run.stderr
+    assert run.returncode == 0 or aborted, run.stderr
     return run.stdout
 
 
@@ -250,11 +252,11 @@ def test_what_four_ranks_save_two_resume(tmp_path):
     others = "one process", "an uninterrupted run"
     said = torchrun(4, "sharded.py", str(tmp_path / "run"), "--stop", "3")
     check_parameters(said, *others)
-    assert "3 microbatches on 4 ranks" in said
+    assert "in 3 microbatches" in said
     assert len(list((tmp_path / "run").iterdir())) == 4
     said = torchrun(2, "sharded.py", str(tmp_path / "run"))
     check_parameters(said, *others)
-    assert "5 microbatches on 2 ranks" in said
+    assert "in 5 microbatches" in said
 
 
 def costs_of_ranks(replicas, rank, world):
