@@ -75,6 +75,19 @@ def test_the_examples_of_coupled_losses_learn(name):
     assert last < first
 
 
+def test_a_balance_of_the_batch_is_no_mean_of_balances():
+    """Summed it is exact, rematerialised or not; other balances are off as the guide says."""
+    example = runpy.run_path(str(EXAMPLES / "mixture_of_experts.py"))
+    found = example["compare"](*example["problem"]())
+    rounding = torch.finfo(torch.float32).eps ** 0.5
+    exact = found.pop("of the batch"), found.pop("of the batch, rematerialised")
+    assert max(map(max, exact)) < rounding
+    page = (EXAMPLES / "guide" / "coupled.md").read_text(encoding="utf-8").replace("\n", " ")
+    microbatch, sequence = (f"{found[way][1]:.0%}" for way in found)
+    assert f"per microbatch adds to the gradient, as in a loop, is {microbatch} off from" in page
+    assert f"and a balance per sequence {sequence}." in page
+
+
 def test_tiles_of_a_head_are_the_whole_head():
     """Cut or not, the same is learned, up to sums in another order."""
     seen = main("tiled")(rows=2, length=32, words=64, width=4)
