@@ -1,12 +1,19 @@
 """Train a mixture of experts whose balance loss counts over the whole batch.
 
-The balance loss multiplies, for each expert, the share of samples that go to it with the mean of
-its probability: a product of two means over the batch, which is no mean of the products over its
+The balance loss multiplies, for each expert, the share of words that go to it with the mean of its
+probability: a product of two means over the batch, which is no mean of the products over its
 microbatches. So both are summed over microbatches, beside the error, and the loss is a function of
-the sums.
+the sums. Nothing is remembered from one microbatch to the next: so rematerialisation, which
+computes them again, counts no word twice.
+
+What others do is another loss. A loop takes the balance of each microbatch; over each sequence it
+is a mean over sequences, a term of its own. This says how far the gradients of these are off.
 
     python examples/mixture_of_experts.py
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,37 +22,93 @@ from torch.nn.functional import one_hot
 import pureaccum as pa
 
 
-EXPERTS, WIDTH = 4, 16
+EXPERTS, WIDTH, LENGTH = 4, 16, 8
+SIZE, COEFFICIENT = 4, 0.1  # sequences of a microbatch
 Batch = dict[str, Tensor]
 
 
-def sums(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The error; for each expert, how many samples go to it and their sum of its probability."""
-    probability = (batch["x"] @ params["router"]).softmax(1)
-    highest, to = probability.max(1)
-    out = torch.einsum("nd,nde->ne", batch["x"], params["experts"][to])  # an expert is a matrix
-    error = (out * highest[:, None] - batch["y"]) ** 2
-    return error.sum(), one_hot(to, EXPERTS).sum(0), probability.sum(0)
+def of_words(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The error of each word, the expert that it goes to, and the probability of each expert."""
+    probability = (batch["x"] @ params["router"]).softmax(-1)
+    highest, to = probability.max(-1)
+    out = torch.einsum("snd,snde->sne", batch["x"], params["experts"][to])  # an expert is a matrix
+    error = (out * highest[..., None] - batch["y"]).square().mean(-1)
+    return error, one_hot(to, EXPERTS).to(error.dtype), probability
 
 
-def loss_of(params: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
-    summed = pa.microbatch(sums, microbatch_size=16, reduce="sum")
-    error, to, probability = summed(params, batch)
-    rows = len(batch["x"])
-    balance = EXPERTS * ((to / rows) * (probability / rows)).sum()  # 1 where all is even
-    return error / batch["y"].numel() + 0.1 * balance, balance
+def balance(to: Tensor, probability: Tensor) -> Tensor:
+    """Of means over words; 1 where all is even."""
+    return EXPERTS * (to * probability).sum(-1)
 
 
-def main(steps: int = 60, rows: int = 256) -> tuple[float, float]:
+def over_the_batch(params: Batch, batch: Batch, words: Any = of_words) -> tuple[Tensor, Tensor]:
+    """Exact, in microbatches: sums, and plain code over these."""
+
+    def sums(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        error, to, probability = words(params, batch)
+        return error.sum(), to.sum((0, 1)), probability.sum((0, 1))
+
+    summed = pa.microbatch(sums, microbatch_size=SIZE, reduce="sum")(params, batch)
+    error, to, probability = (x / len(batch["x"]) / LENGTH for x in summed)
+    even = balance(to, probability)
+    return error + COEFFICIENT * even, even
+
+
+def at_once(params: Batch, batch: Batch) -> Tensor:
+    """The same of a batch that fits; of a microbatch, what a loop differentiates."""
+    error, to, probability = of_words(params, batch)
+    return error.mean() + COEFFICIENT * balance(to.mean((0, 1)), probability.mean((0, 1)))
+
+
+def over_sequences(params: Batch, batch: Batch) -> Any:
+    """A mean over words, and one over sequences."""
+    error, to, probability = of_words(params, batch)
+    each = balance(to.mean(1), probability.mean(1))
+    return pa.Weighted(error.sum(), error.numel()) + COEFFICIENT * pa.Weighted(
+        each.sum(), len(each)
+    )
+
+
+WAYS: dict[str, Callable[[Batch, Batch], Batch]] = {
+    "of the batch": lambda *given: pa.grad(over_the_batch, has_aux=True)(*given)[0],
+    "of the batch, rematerialised": lambda *given: pa.grad(
+        lambda params, batch: over_the_batch(params, batch, pa.remat(of_words))[0]
+    )(*given),
+    "of each microbatch, the loop": pa.grad(at_once, microbatch_size=SIZE, check=False),
+    "of each sequence, Weighted": pa.grad(over_sequences, microbatch_size=SIZE),
+}
+
+
+def compare(params: Batch, batch: Batch) -> dict[str, list[float]]:
+    """How far off is the gradient, and how far off is what the balance adds to it."""
+    exact, found = torch.func.grad(at_once)(params, batch), {}
+    of_error = torch.func.grad(lambda params: of_words(params, batch)[0].mean())(params)
+    of_balance = {name: x - of_error[name] for name, x in exact.items()}
+    for way, gradient in WAYS.items():
+        off = {name: x - exact[name] for name, x in gradient(params, batch).items()}
+        sizes = pa.global_norm(exact), pa.global_norm(of_balance)
+        found[way] = [float(pa.global_norm(off) / size) for size in sizes]
+        said = (f"{x:.0%}" if x > 2**-12 else "rounding" for x in found[way])
+        print(f"  balance {way:30}" + "".join(f"{x:>12}" for x in said))
+    return found
+
+
+def problem(sequences: int = 64) -> tuple[Batch, Batch]:
+    """Words of a sequence are alike, and so they go to the same experts."""
     torch.manual_seed(0)
     params = {
         "router": torch.randn(WIDTH, EXPERTS) / 4,
         "experts": torch.randn(EXPERTS, WIDTH, WIDTH) / 4,
     }
-    x = torch.randn(rows, WIDTH) + 1.0
-    batch = {"x": x, "y": x.abs()}
+    x = torch.randn(sequences, 1, WIDTH) + torch.randn(sequences, LENGTH, WIDTH) / 2 + 0.5
+    return params, {"x": x, "y": x.abs()}
 
-    step = pa.make_step(loss_of, pa.adamw(1e-2), has_aux=True, aux_reduction="last")
+
+def main(steps: int = 60, rows: int = 64) -> tuple[float, float]:
+    params, batch = problem(rows)
+    print(f"{'the gradient is off by':40}{'in all':>12}{'the balance':>12}")
+    compare(params, batch)
+    step = pa.make_step(over_the_batch, pa.adamw(1e-2), has_aux=True, aux_reduction="last")
     state = step.init(params)
     losses = []
     for i in range(steps):

@@ -11,6 +11,7 @@ uninterrupted run and one process with plain tensors end.
 """
 
 import argparse
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,9 +48,8 @@ def make_params(mesh: DeviceMesh | None) -> Tensors:
 
 
 def make_batch(step: int) -> Tensors:
-    """Words, and the same words in order, of which only the first few of a sample count."""
     g = torch.Generator().manual_seed(step)
-    words = torch.randint(WORDS, (ROWS, LENGTH), generator=g)
+    words = torch.randint(WORDS, (ROWS, LENGTH), generator=g)  # to be put in order
     lengths = torch.randint(1, LENGTH + 1, (ROWS, 1), generator=g)
     return {"x": words, "y": words.sort(1).values, "mask": torch.arange(LENGTH) < lengths}
 
@@ -122,8 +122,7 @@ def train(mesh: DeviceMesh | None, stop: int, folder: Path | None = None) -> Ten
     for i in range(int(state.attempts), stop):
         state, info = step(state, shard(make_batch(i), mesh) if mesh else make_batch(i))
         if dist.get_rank() == 0 and i + 1 == stop:
-            cut = f"{info.microbatches} microbatches on {mesh.size() if mesh else 1} ranks"
-            print(f"step {i + 1}: loss {info.loss:.9f} over {int(info.weight)} words in {cut}")
+            print(f"step {stop}: loss {info.loss:.9f}, in {info.microbatches} microbatches")
     if folder and stop < STEPS:
         pa.save(folder, state)  # all ranks together; each writes what it holds
     return state.params
@@ -138,7 +137,8 @@ def main(folder: str | None, stop: int) -> None:
         apart = max(float((whole(p) - whole(end[n])).abs().max()) for n, p in params.items())
         if dist.get_rank() == 0:
             print(f"largest difference of a parameter from {name}: {apart:.1e}")
-    dist.barrier()  # a rank of gloo that ends in the middle of a collective may abort
+    gc.collect()  # gloo may abort a process where something outlives the group
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -41,6 +41,12 @@ def module() -> Any:
     return sys.modules.get("torch.distributed.tensor")
 
 
+def classes() -> tuple[type, ...]:
+    """The class of DTensors, if anybody has imported it."""
+    tensor = module()
+    return () if tensor is None else (tensor.DTensor,)
+
+
 def is_sharded(x: object) -> TypeGuard[Any]:
     """Whether something is a DTensor."""
     return any_sharded([x])
@@ -73,6 +79,11 @@ def layout_of(x: Any) -> Layout | None:
     if not is_sharded(x):
         return None
     return Layout(x.device_mesh, tuple(x.placements), x.shape, x.stride())
+
+
+def is_cut(at: Layout) -> bool:
+    """Whether no rank of some dimension of the mesh has the whole tensor."""
+    return not all(p.is_replicate() for p in at.placements)
 
 
 # There and back ----------------------------------------------------------------------------
@@ -238,7 +249,8 @@ def replicated(x: Tensor, like: Any) -> Tensor:
 
 
 def full_of(part: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad():  # a part that requires grad makes torch warn, on one rank
+        part = part.detach()
         return module().DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
 
 

@@ -39,7 +39,8 @@ def split_rows(x: Any, sizes: Sequence[int], over: Over, dim: int = 0) -> list[T
         if count % ranks:
             raise ValueError(
                 f"{what} {count} rows, sharded over {ranks} ranks; expected a multiple of {ranks}, "
-                "since each microbatch takes the same share of the rows of every rank."
+                "since each microbatch takes the same share of the rows of every rank. Fill it up "
+                "with rows whose weight in a pa.Weighted is 0: they add nothing."
             )
     part, at = _on_its_ranks(x, over, dim)
     parts = part.split([n // ranks for n in sizes], dim)

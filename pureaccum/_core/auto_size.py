@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._base import checks, observation, random_state, refusals, trees
+from .._base import checks, dtensors, observation, random_state, refusals, trees
 from .._base.torch_internals import autograd, modes
 from . import batches, exchange
 
@@ -71,6 +71,8 @@ def counting(
             key = id(storage)
             if key in counted or device not in (None, tensor.device):
                 continue
+            if taken_for is None and storage.device.type == "meta":  # DTensors work out a shape
+                continue
             if given is None:
                 found = _tensors(arguments)
                 given = {id((taken_for(x) if taken_for else x).untyped_storage()) for x in found}
@@ -91,7 +93,8 @@ def counting(
         return forget
 
     try:
-        with modes.seeing(see):
+        # of a DTensor, what this rank holds
+        with modes.seeing(see, below=dtensors.classes()):
             yield live
     finally:
         counted.clear()

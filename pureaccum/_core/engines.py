@@ -223,7 +223,9 @@ def _each_into(sums: Sums, take: Take) -> Enter:
     def enter(recorded: Recorded, weighing: weights.Weighing) -> None:
         total, leaves, *_ = recorded
 
-        def hook(i: int, grad: Tensor) -> Tensor:
+        def hook(i: int, grad: Tensor | None) -> Tensor | None:
+            if grad is None:  # a Function that was given the leaf says that it has none
+                return None
             take([i], [grad], weighing)
             return weights.nothing_like(grad)
 

@@ -32,8 +32,10 @@ class Kinds(NamedTuple):
 def kinds_of(leaves: list[Tensor], dtypes: list[torch.dtype]) -> Kinds:
     """What follows from leaves and the dtypes of their sums."""
     # there a size may be a symbol
-    parts = [] if modes.transform_active() else dtensors.opened(leaves)[0]
-    large = [i for i, x in enumerate(parts) if x.nbytes >= weights.LARGE]
+    parts, at = ([], None) if modes.transform_active() else dtensors.opened(leaves)
+    # a shard's gradient is communicated by itself, so nothing is gained by letting it wait
+    shards = {i for i, its in enumerate(at or []) if its and dtensors.is_cut(its)}
+    large = [i for i, x in enumerate(parts) if x.nbytes >= weights.LARGE or i in shards]
     together = sum([x.nbytes for x in parts]) >= weights.LARGE
     return Kinds(
         dtypes=dtypes,

@@ -8,7 +8,7 @@ size.
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from matplotlib.axes import Axes
@@ -226,7 +226,7 @@ def _memory(axes: Axes, batch: race.Tensors) -> None:
             imagined = pa.memory_report(
                 step, *trees.tree_map(lambda x: x.to("meta"), (state, batch))
             )
-            bytes_.append(imagined.predicted.beyond_arguments)
+            bytes_.append(cast(pa.Memory, imagined.predicted).beyond_arguments)
         axes.plot(SIZES, [it / 1e6 for it in bytes_], "o-", color=color, label=name, markersize=4)
     axes.set(xscale="log", yscale="log", xlabel="rows in a microbatch")
     axes.set_ylabel("MB that a step needs")

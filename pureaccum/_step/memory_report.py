@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, random_state, trees
+from .._base import checks, dtensors, random_state, trees
 from .._base.torch_internals import modes
 from .._core import auto_size
 from .state import TrainState
 
 
 class Memory(NamedTuple):
-    """Bytes of a step, on the device of the parameters.
+    """Bytes of a step, on the device of the parameters; of DTensors, those of this rank.
 
     The rule: ``beyond_arguments``, what the step itself holds at its peak, is the sum of
     ``gradients``, ``activations`` and ``workspace``.
@@ -57,7 +57,8 @@ class MemoryReport(NamedTuple):
     """What ``memory_report`` returns; printed, it is a table.
 
     Attributes:
-        predicted: The memory of a step that computes nothing.
+        predicted: The memory of a step that computes nothing; ``()`` for DTensors, whose ranks
+            communicate.
         measured: The memory of a step that is run; ``()`` where the tensors have no numbers.
 
     Example:
@@ -73,14 +74,15 @@ class MemoryReport(NamedTuple):
         beyond the arguments           1,360
     """
 
-    predicted: Memory
+    predicted: Memory | tuple[()]
     measured: Memory | tuple[()]
 
     def __str__(self) -> str:
-        columns = [it for it in self if isinstance(it, Memory)]
+        named = zip(self._fields, self, strict=True)
+        columns = {name: it for name, it in named if isinstance(it, Memory)}
         names = (*Memory._fields, "together", "beyond the arguments")
-        rows = [[*it, sum(it), it.beyond_arguments] for it in columns]
-        lines = ["bytes".ljust(20) + "".join(f"{it:>16}" for it in self._fields[: len(columns)])]
+        rows = [[*it, sum(it), it.beyond_arguments] for it in columns.values()]
+        lines = ["bytes".ljust(20) + "".join(f"{it:>16}" for it in columns)]
         for name, *numbers in zip(names, *rows, strict=True):
             lines.append(name.ljust(20) + "".join(f"{number:>16,}" for number in numbers))
         return "\n".join(lines)
@@ -101,6 +103,9 @@ def memory_report(
     gets 1 or True; operations whose shapes depend on numbers (``nonzero``) cannot be predicted. On
     a CPU the measurement counts the tensors that are alive, without what a kernel allocates for
     itself; on CUDA it is ``torch.cuda.max_memory_allocated``, whose record is reset.
+
+    Where there are DTensors, all ranks make the report together, nothing is predicted, and the
+    bytes are those of this rank.
 
     For a stream, report the step over its microbatches joined into one batch, with their size.
 
@@ -131,14 +136,17 @@ def memory_report(
             "memory_report came with a step that compiles itself; graphs plan their own memory. "
             "Report the same step without compile."
         )
-    sums = sum(x.numel() * trees.accumulation_dtype(x.dtype).itemsize for x in params)
+    held = [dtensors.local(x) for x in params]
+    sums = sum(x.numel() * trees.accumulation_dtype(x.dtype).itemsize for x in held)
     tensors = [x for x in trees.tree_leaves((state, batch, shared)) if isinstance(x, Tensor)]
     before = random_state.generators({x.device for x in tensors if not x.is_meta})
     try:
-        with modes.imagining() as (imagined, taken_for):
-            given = state, batch, *shared
-            given = trees.tree_map(lambda x: imagined(x) if isinstance(x, Tensor) else x, given)
-            predicted = _memory(state, sums, *_run(step, *given, taken_for=taken_for))
+        predicted = ()
+        if not dtensors.any_sharded(tensors):
+            with modes.imagining() as (imagined, taken_for):
+                given = state, batch, *shared
+                given = trees.tree_map(lambda x: imagined(x) if isinstance(x, Tensor) else x, given)
+                predicted = _memory(state, sums, *_run(step, *given, taken_for=taken_for))
         if any(x.untyped_storage().device.type == "meta" for x in tensors):
             return MemoryReport(predicted, ())
         given = trees.tree_map(torch.clone, state), batch, *shared
@@ -180,4 +188,4 @@ def _memory(state: TrainState, sums: int, live: auto_size.Live, peak: int) -> Me
 
 
 def _bytes(tree: trees.Tree) -> int:
-    return sum(x.nbytes for x in trees.tree_leaves(tree) if isinstance(x, Tensor))
+    return sum(dtensors.local(x).nbytes for x in trees.tree_leaves(tree) if isinstance(x, Tensor))

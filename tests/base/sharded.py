@@ -428,6 +428,40 @@ def uneven_rows_go_through_whole():
             assert_trees_bitwise_equal((gathered(grads), value), (expected, number))
 
 
+def memory_is_that_of_a_rank():
+    """A shard takes what a plain tensor of its size takes, but for scalars that ranks exchange."""
+    w = torch.ones(1024 * dist.get_world_size(), 256)  # shards of 1 MiB: as they come
+
+    def loss(p, x):
+        return (p * p).sum()
+
+    step = pa.make_step(loss, pa.adamw(fused=True), reduction="sum", engine="func", donate=True)
+    rows = torch.ones(8, 2)
+    sharded = distribute_tensor(w, mesh_of(), [S0]), distribute_tensor(rows, mesh_of(), [R])
+    came = pa.memory_report(step, step.init(sharded[0]), sharded[1])
+    want = pa.memory_report(step, step.init(sharded[0].to_local()), rows)
+    assert came.predicted == ()
+    assert "predicted" not in str(came)
+    assert came.measured[:4] == want.measured[:4]
+    assert abs(came.measured.beyond_arguments - want.measured.beyond_arguments) <= 256, (came, want)
+    assert want.measured.beyond_arguments >= 2**20
+
+
+def small_shards_do_not_wait_for_one_another():
+    """Beyond the sums, a step holds a few of 64 gradients."""
+    world = dist.get_world_size()
+    params = [distribute_tensor(torch.ones(1024 * world), mesh_of(), [S0]) for _ in range(64)]
+
+    def loss(p, x):
+        return torch.stack([(w * w).sum() for w in p]).sum()
+
+    step = pa.make_step(loss, pa.sgd(0.5, fused=True), reduction="sum", donate=True)
+    rows = distribute_tensor(torch.ones(4, 2), mesh_of(), [R])
+    memory = pa.memory_report(step, step.init(params), rows).measured
+    assert memory.gradients == 64 * 4096
+    assert memory.beyond_arguments - memory.gradients < 16 * 4096
+
+
 def transforms_at_top_level():
     """grad, grad_and_value and value, with a size and without; aux over all ranks."""
     params, batch = problem()
@@ -930,6 +964,8 @@ IN_A_LINE = {
     "losses are compiled": partial(losses_are_compiled, "fsdp"),
     "rows are cut by each rank": rows_are_cut_by_each_rank,
     "uneven rows go through whole": uneven_rows_go_through_whole,
+    "memory is that of a rank": memory_is_that_of_a_rank,
+    "small shards do not wait for one another": small_shards_do_not_wait_for_one_another,
     "transforms at top level": transforms_at_top_level,
     "parameters are averaged": partial(parameters_are_averaged, "fsdp"),
     "what was donated refuses": what_was_donated_refuses,

@@ -321,7 +321,9 @@ def test_scan_is_a_loop_in_a_graph():
         return (total + grad, count + 1), [grad.sum()]
 
     def run(x):
-        return compiler.scan_in_graph(body, (torch.zeros(2), torch.zeros((), dtype=torch.int64)), [x])
+        return compiler.scan_in_graph(
+            body, (torch.zeros(2), torch.zeros((), dtype=torch.int64)), [x]
+        )
 
     x = torch.arange(6.0).reshape(3, 2)
     torch.compiler.reset()

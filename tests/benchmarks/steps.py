@@ -53,24 +53,64 @@ def reader(net: torch.nn.Module) -> Read:
     return lambda: {name: parameter.detach() for name, parameter in net.named_parameters()}
 
 
+Loss = Callable[[dict[str, Tensor], Batch], Any]
+
+
+def mean_error(problem: Problem) -> Loss:
+    """The problem's own loss, of a ``pa.functional``."""
+    apply = pa.functional(problem.net).apply
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        x, y = batch
+        return problem.criterion(apply(params, (), x)[0], y)
+
+    return loss
+
+
+def two_means(problem: Problem, join: Callable[[Tensor, Tensor, int], Any]) -> Loss:
+    """The error, and the size of outputs: two sums over samples, and how they become a loss."""
+    apply = pa.functional(problem.net).apply
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> Any:
+        x, y = batch
+        out, _ = apply(params, (), x)
+        error, size = (out - y).square().mean(1).sum(), out.square().mean(1).sum()
+        return join(error, size, len(x))
+
+    return loss
+
+
+def in_one(a: Tensor, b: Tensor, samples: int) -> Any:
+    return pa.Weighted(a + 0.1 * b, samples)
+
+
+def each_over_its_own(a: Tensor, b: Tensor, samples: int) -> Any:
+    """Numbers may be equal by chance, so that these are two weights, which have to be counted."""
+    return pa.Weighted(a, samples) + 0.1 * pa.Weighted(b, samples)
+
+
+def both_over_one_tensor(a: Tensor, b: Tensor, samples: int) -> Any:
+    weight = a.new_tensor(samples)
+    return pa.Weighted(a, weight) + 0.1 * pa.Weighted(b, weight)
+
+
 def ours(
-    engine: str = "auto", *, clip: bool = False, scaled: bool = False, **options: Any
+    engine: str = "auto",
+    loss_of: Callable[[Problem], Loss] = mean_error,
+    *,
+    clip: bool = False,
+    scaled: bool = False,
+    **options: Any,
 ) -> Callable[[Problem], Training]:
-    """``pa.make_step`` of a ``pa.functional``, each old state donated, with the same kernel."""
+    """``pa.make_step`` of a loss, each old state donated, with the same kernel."""
 
     def build(problem: Problem) -> Training:
         precision = problem.model.precision
         optimizer = pa.adamw(**ADAMW, fused=True)
         if clip:  # measured, and never at work: the steps stay the same
             optimizer = pa.chain(pa.clip_by_global_norm(1e6), optimizer)
-        apply = pa.functional(problem.net).apply
-
-        def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
-            x, y = batch
-            return problem.criterion(apply(params, (), x)[0], y)
-
         step = pa.make_step(
-            loss,
+            loss_of(problem),
             optimizer,
             microbatch_size=problem.rows,
             engine=engine,
@@ -303,6 +343,9 @@ STEPS: dict[str, Callable[[Problem], Training]] = {
     "func step": ours("func"),
     "func step, scaled and clipped": ours("func", clip=True, scaled=True),
     "compiled step": ours("func", compile=True),
+    "one mean": ours(loss_of=partial(two_means, join=in_one)),
+    "two means": ours(loss_of=partial(two_means, join=each_over_its_own)),
+    "two means over one tensor": ours(loss_of=partial(two_means, join=both_over_one_tensor)),
     "torch.optim.AdamW": torch_apply,
     "adamw.apply": our_apply,
     "Accelerate": accelerate,

@@ -75,3 +75,16 @@ def test_a_leaf_that_the_loss_does_not_use_has_gradient_zero(engine, donate, see
         assert_trees_bitwise_equal(
             state.grads["unused"], {"large": torch.zeros(LARGE), "small": torch.zeros(3)}
         )
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
+def test_a_leaf_that_a_microbatched_function_does_not_use_has_gradient_zero(engine, nonfinite):
+    """Its backward pass says that there is none, where others of the loss's leave a leaf out."""
+    cut = pa.microbatch(lambda params, x: x * params["used"], microbatch_size=2)
+    params = {"used": torch.ones(LARGE[1]), "unused": torch.ones(LARGE)}
+    batch = torch.ones(4, LARGE[1])
+    options = {"reduction": "sum", "engine": engine, "nonfinite": nonfinite}
+    acc = pa.accumulator(lambda params, x: cut(params, x).sum(), **options)
+    state = acc.update(acc.init(params), params, batch)
+    want = {"used": torch.full((LARGE[1],), 4.0), "unused": torch.zeros(LARGE)}
+    assert_trees_bitwise_equal(state.grads, want)

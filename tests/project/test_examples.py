@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.ranks import run_on_ranks
 
 
 pytestmark = [pytest.mark.parity, pytest.mark.promise("pages")]
@@ -71,6 +73,19 @@ def test_the_digits_are_learned_and_a_run_goes_on(tmp_path):
 def test_the_examples_of_coupled_losses_learn(name):
     first, last = main(name)(steps=8, rows=96)
     assert last < first
+
+
+def test_a_balance_of_the_batch_is_no_mean_of_balances():
+    """Summed it is exact, rematerialised or not; other balances are off as the guide says."""
+    example = runpy.run_path(str(EXAMPLES / "mixture_of_experts.py"))
+    found = example["compare"](*example["problem"]())
+    rounding = torch.finfo(torch.float32).eps ** 0.5
+    exact = found.pop("of the batch"), found.pop("of the batch, rematerialised")
+    assert max(map(max, exact)) < rounding
+    page = (EXAMPLES / "guide" / "coupled.md").read_text(encoding="utf-8").replace("\n", " ")
+    microbatch, sequence = (f"{found[way][1]:.0%}" for way in found)
+    assert f"per microbatch adds to the gradient, as in a loop, is {microbatch} off from" in page
+    assert f"and a balance per sequence {sequence}." in page
 
 
 def test_tiles_of_a_head_are_the_whole_head():
@@ -223,7 +238,9 @@ def torchrun(ranks, name, *words):
     command = [*torchrun, "--nproc-per-node", str(ranks), str(EXAMPLES / name), *words]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
-    assert run.returncode == 0, run.stderr
+    # as tests/ranks.py says, a process of gloo's sometimes aborts when all is done
+    aborted = "terminate called without an active exception" in run.stderr
+    assert run.returncode == 0 or aborted, run.stderr
     return run.stdout
 
 
@@ -248,11 +265,49 @@ def test_what_four_ranks_save_two_resume(tmp_path):
     others = "one process", "an uninterrupted run"
     said = torchrun(4, "sharded.py", str(tmp_path / "run"), "--stop", "3")
     check_parameters(said, *others)
-    assert "3 microbatches on 4 ranks" in said
+    assert "in 3 microbatches" in said
     assert len(list((tmp_path / "run").iterdir())) == 4
     said = torchrun(2, "sharded.py", str(tmp_path / "run"))
     check_parameters(said, *others)
-    assert "5 microbatches on 2 ranks" in said
+    assert "in 5 microbatches" in said
+
+
+def costs_of_ranks(replicas, rank, world):
+    """Of a step of each kind, in one microbatch and in five; and how far parameters are apart."""
+    sys.path.insert(0, str(EXAMPLES))  # of this process, in which nothing else runs
+    example = runpy.run_path(str(EXAMPLES / "sharded_costs.py"))
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("two", "one"))
+    mesh = mesh if replicas > 1 else mesh["one"]
+    found = {
+        (name, k): example["measure"](name, mesh, k)
+        for name in ("DDP", "fully_shard", "sharded.py")
+        for k in (1, 5)
+    }
+    (_, params), costs = found["DDP", 1], {key: cost._asdict() for key, (cost, _) in found.items()}
+    off = [float((p - params[n]).abs().max()) for _, its in found.values() for n, p in its.items()]
+    return costs, max(off)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_a_step_of_shards_communicates_what_the_guide_says(ranks, replicas):
+    """What is sharded is gathered twice a microbatch; what is replicated is reduced once a step."""
+    for end in run_on_ranks(ranks, partial(costs_of_ranks, replicas), timeout=120.0):
+        assert not end.failure, end.failure
+        costs, off = end.returned
+        assert off < 1e-6 * 3e-3 * 2  # torch's clipping adds 1e-6 to the norm; two steps of AdamW
+        whole = costs["DDP", 1]["parameters"]
+        for k in (1, 5):
+            ours, theirs = costs["sharded.py", k], costs["fully_shard", k]
+            for name in ("parameters", "sums"):
+                assert ours[name] == theirs[name] == whole * replicas // ranks
+            assert abs(ours["moments"] - 2 * ours["parameters"]) < 1000  # beside them, a count
+            assert ours["gathered"] == theirs["gathered"] == 2 * k * whole
+            assert ours["scattered"] == theirs["scattered"] == k * whole
+            kept = whole * replicas // ranks if replicas > 1 else 0
+            assert abs(ours["reduced"] - kept) < 1000  # weights, totals and a norm
+            assert abs(theirs["reduced"] - k * kept) < 1000
+            assert ours["peak"] < costs["DDP", k]["peak"]
 
 
 COMING_FROM = EXAMPLES / "guide" / "coming_from.md"

@@ -17,11 +17,11 @@ from torch import nn
 
 import pureaccum as pa
 from pureaccum._core.batches import read_batch
-from pureaccum.testing._check.check import find_leaf, redrawn
+from pureaccum.testing._check.check import find_leaf
 from pureaccum.testing._check.kept import Kept, names_of
 from pureaccum.testing._check.report import Diagnosis, Leaf, Report
 from pureaccum.testing._check.rows import LossOfRows, several_means
-from pureaccum.testing._check.subject import Subject, ways
+from pureaccum.testing._check.subject import Subject, redrawn, ways
 from pureaccum.testing._check.trials import (
     Bound,
     Outcome,

@@ -124,13 +124,15 @@ def unseen() -> AbstractContextManager[Any]:
 def seeing(
     see: Callable[[tuple[Any, ...], Any], None] | None = None,
     before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
+    below: tuple[type, ...] = (),
 ) -> TorchDispatchMode:
     """A mode that calls ``before(operation, args, kwargs)`` and ``see(operands, out)``.
 
     It does so around each operation, below torch.func's transforms and autograd: it sees forward,
-    backward, in-place and foreach operations, all of them with plain tensors.
+    backward, in-place and foreach operations, all of them with plain tensors. Of an operation on
+    tensors of the classes ``below`` it sees what they do in its place.
     """
-    return (_Uncompiled if "torch._dynamo" in sys.modules else _Seeing)(see, before)
+    return (_Uncompiled if "torch._dynamo" in sys.modules else _Seeing)(see, before, below)
 
 
 def answering(answer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> Any:
@@ -146,14 +148,16 @@ class _Seeing(TorchDispatchMode):
         """Say no: by default torch imports its compiler, which takes a second, to keep it out."""
         return False
 
-    def __init__(self, see: Any, before: Any) -> None:
+    def __init__(self, see: Any, before: Any, below: tuple[type, ...] = ()) -> None:
         super().__init__()
-        self.see, self.before, self.answer = see, before, None
+        self.see, self.before, self.below, self.answer = see, before, below, None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.below and any(issubclass(kind, self.below) for kind in types):
+            return NotImplemented
         if self.before is not None:
             self.before(func, args, kwargs)
         if self.answer is not None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..._base import checks, trees
-from ..._core import batches, losses
+from ..._core import batches, losses, terms
 from . import diagnosis, kept, trials
 from .loop import Loop, of_loop, run_loop, trial_of_loop
 from .report import AccumulationMismatch, Diagnosis, Report, Split
-from .subject import Subject, preserving_random, split_at, uncompiled, ways
+from .subject import Subject, one_term, preserving_random, redrawn, split_at, uncompiled, ways
 from .watch import Seen, watch
 
 
@@ -54,7 +54,8 @@ def check_accumulation(
     put back. (``grad`` and the others ask by value alone, of one microbatch: see their ``check``.)
 
     Args:
-        loss_fn: ``loss_fn(params, batch)`` gives a scalar loss or ``Weighted``.
+        loss_fn: ``loss_fn(params, batch)`` gives a scalar loss, ``Weighted``, or a sum of these,
+            each of whose terms is then checked by itself.
         params: What is differentiated, a pytree of tensors.
         batch: A pytree whose tensors have one row per sample along dim 0; at least two samples.
             Some 8 to 64 samples of real data show more than many.
@@ -91,6 +92,7 @@ def check_accumulation(
         <https://docs.pytorch.org/docs/stable/generated/torch.autograd.gradcheck.gradcheck.html>`_,
         which asks the same of a derivative.
     """
+    given = locals()
     __tracebackhide__ = True  # of pytest
     checks.check_choice(reduction, get_args(losses.Reduction), "reduction")
     checks.check_choice(reference, get_args(Reference), "reference")
@@ -105,7 +107,9 @@ def check_accumulation(
     random = torch.Generator().manual_seed(seed)
     read = read_splits(subject.rows, splits, random)
     with torch.inference_mode(False), preserving_random(), uncompiled():
-        seen = watch(subject, kept.names_of(loss_fn, loop))
+        seen = _watched(subject, loop)
+        if isinstance(seen, int):
+            return _of_terms(seen, **given)
         setting = subject.setting._replace(generators=seen.generators)
         subject = subject._replace(weighted=seen.weighted, kept=seen.kept, setting=setting)
         subjects = [subject]
@@ -116,6 +120,38 @@ def check_accumulation(
     if raise_on_mismatch and not report.fits:
         raise AccumulationMismatch(report)
     return report
+
+
+def _watched(subject: Subject, loop: Loop | None) -> Seen | int:
+    """What was seen of a loss; of a sum of ``Weighted`` how many terms it has."""
+    try:
+        return watch(subject, kept.names_of(subject.loss_fn, loop))
+    except terms.UncountedError as error:
+        if loop is not None:
+            raise
+        return error.terms
+
+
+def _of_terms(count: int, loss_fn: Any, raise_on_mismatch: bool, **given: Any) -> Report:
+    """Of a sum of ``Weighted``: the first term that does not fit, or the one that is worst."""
+    __tracebackhide__ = True  # of pytest
+    found: list[Report] = []
+    for i in range(count):
+        one = one_term(loss_fn, i, count, given["has_aux"])
+        try:
+            found.append(check_accumulation(one, raise_on_mismatch=False, **given))
+        except Exception as error:
+            error.add_note(f"(That is of term {i} of the loss, a sum of {count} Weighted.)")
+            raise
+        if not found[-1].fits:
+            said = [x._replace(says=f"in term {i}, {x.says}") for x in found[-1].diagnoses]
+            found[-1] = found[-1]._replace(diagnoses=tuple(said))
+            break
+    worst = max(found, key=lambda it: (not it.fits, max(leaf.error for leaf in it.leaves)))
+    worst = worst._replace(loss="sum of Weighted")
+    if raise_on_mismatch and not worst.fits:
+        raise AccumulationMismatch(worst)
+    return worst
 
 
 def assert_accumulates(  # noqa: D417
@@ -215,19 +251,6 @@ def find_leaf(batch: batches.Batch, name: str) -> int:
             f"{', '.join(names)}."
         )
     return found[0]
-
-
-def redrawn(subject: Subject, leaf: int, random: torch.Generator) -> Subject:
-    """The same loss on a batch in which some samples of a leaf are zero, and one of them is not."""
-    leaves = list(subject.batch.leaves)
-    x: Tensor = leaves[leaf]
-    weigh = x.detach().reshape(subject.rows, -1).any(1).nonzero()[:, 0].cpu()
-    keep = torch.randint(0, 2, (subject.rows,), generator=random)
-    order = weigh[torch.randperm(len(weigh), generator=random)]
-    keep[order[1:2]], keep[order[:1]] = 0, 1
-    factor = keep.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
-    leaves[leaf] = x * factor
-    return subject._replace(batch=subject.batch._replace(leaves=leaves))
 
 
 # What is done ----------------------------------------------------------------------------

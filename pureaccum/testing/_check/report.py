@@ -70,7 +70,8 @@ class Report(NamedTuple):
         diagnoses: The causes, where it does not fit.
         samples: How many samples the batch has.
         splits: How many splits were tried.
-        loss: What the loss is of samples: ``"mean"``, ``"sum"`` or ``"Weighted"``; or ``"loop"``.
+        loss: What the loss is of samples: ``"mean"``, ``"sum"``, ``"Weighted"`` or ``"sum of
+            Weighted"``; or ``"loop"``.
         dtype: The loss's own dtype.
         reference: The dtype in which gradients were compared.
 

@@ -383,18 +383,17 @@ def _vector(value: Value) -> Tensor:
 
 def _several(it: Shares) -> Diagnosis:
     beside = f"beside samples {', '.join(map(str, it.beside))}, sample {it.row}"
-    why = "No weight is right for both; divided by what the whole batch counts, it is a sum."
     if len(it.shares) == 1:
         return Diagnosis(
             "several means",
             "it is a total over a count that some samples are no part of, a ratio of two means: "
-            f"{beside} adds to the total, and nothing to the count. {why}",
-            'return per_row.sum() / batch["positives"]  # a Python number; reduction="sum"',
+            f"{beside} adds to the total, and nothing to the count. Both are sums.",
+            "return pa.Weighted(per_row.sum(), positives)  # of the microbatch",
         )
     return Diagnosis(
         "several means",
         f"it is a sum of means over different things, such as samples and tokens: {beside} counts "
-        f"as {it.shares[0]:.3g} of them in one and as {it.shares[1]:.3g} in another. {why}",
-        'return a.sum() / batch["samples"] + b.sum() / batch["tokens"]  # Python numbers; '
-        'reduction="sum"',
+        f"as {it.shares[0]:.3g} of them in one and as {it.shares[1]:.3g} in another. No weight is "
+        "right for both; each has its own.",
+        "return pa.Weighted(a.sum(), samples) + pa.Weighted(b.sum(), tokens)",
     )

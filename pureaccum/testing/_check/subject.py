@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._base import deterministic, observation, trees
-from ..._core import batches, ledger, losses, precision, writes
+from ..._core import batches, ledger, losses, precision, terms, writes
 from ..._core.accumulator import accumulator
 from . import report
 from .kept import Kept
@@ -107,6 +107,32 @@ class Subject(NamedTuple):
         with self.running(seed):
             out = acc.update(acc.init(params), params, part, donate=True)
         return out[0] if self.has_aux else out
+
+
+def redrawn(subject: Subject, leaf: int, random: torch.Generator) -> Subject:
+    """The same loss on a batch in which some samples of a leaf are zero, and one of them is not."""
+    leaves = list(subject.batch.leaves)
+    x: torch.Tensor = leaves[leaf]
+    weigh = x.detach().reshape(subject.rows, -1).any(1).nonzero()[:, 0].cpu()
+    keep = torch.randint(0, 2, (subject.rows,), generator=random)
+    order = weigh[torch.randperm(len(weigh), generator=random)]
+    keep[order[1:2]], keep[order[:1]] = 0, 1
+    factor = keep.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
+    leaves[leaf] = x * factor
+    return subject._replace(batch=subject.batch._replace(leaves=leaves))
+
+
+def one_term(loss_fn: Callable[..., Any], i: int, count: int, has_aux: bool) -> Callable[..., Any]:
+    """Term ``i`` of a loss that is a sum of ``count`` ``Weighted``, as a loss."""
+
+    def term(*args: Any) -> Any:
+        out = loss_fn(*args)
+        loss = out[0] if has_aux else out
+        if terms.number_of(loss) != count:
+            raise terms.other_terms(max(1, terms.number_of(loss)), count)
+        return (loss.terms[i], out[1]) if has_aux else loss.terms[i]
+
+    return term
 
 
 # Splits ----------------------------------------------------------------------------------
