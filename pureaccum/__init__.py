@@ -47,7 +47,6 @@ from ._optim.schedules import cosine_decay as cosine_decay
 from ._optim.schedules import join_schedules as join_schedules
 from ._optim.schedules import linear_warmup as linear_warmup
 from ._pure.functional import functional as functional
-from ._pure.keys import categorical as categorical
 from ._pure.keys import dropout as dropout
 from ._pure.keys import fold_in as fold_in
 from ._pure.keys import key as key

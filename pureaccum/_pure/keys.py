@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, sharded_rows, trees
+from .._base import checks, dtensors, sharded_rows
 from .._base.torch_internals import modes
 
 
@@ -182,56 +182,20 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     p = checks.check_number(p, "p", "a number in [0, 1]", lambda p: 0 <= p <= 1)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"x is a tensor of {x.dtype}; expected floating-point or complex numbers.")
-    lead = _check_lead(key, x, "x", x.dim())
+    _check_key(key)
+    lead = key.shape[:-1]
+    if lead != x.shape[: len(lead)] or key.device != x.device:
+        raise ValueError(
+            f"key has shape {tuple(key.shape)} on {key.device} where x has {tuple(x.shape)} on "
+            f"{x.device}; expected, on the device of x, one key for all of x, or one key per "
+            "sample: shape (rows, 2), as from fold_in(key, torch.arange(rows))."
+        )
     if p == 0:
         return x
     last = math.ceil(p * 2**32) - 2**31 - 1  # of the dropped words, as signed ones
     shape = x.shape[len(lead) :]
     keep = _draw(key, shape, torch.bool, lambda words: (words ^ -(2**31)) > last, 2)
     return torch.where(keep, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
-
-
-def categorical(key: Tensor, logits: Tensor) -> Tensor:
-    """Draw classes with the probabilities ``softmax(logits, -1)``.
-
-    The rule, with u the ``uniform`` number of a draw in float64, and w the weights of its classes::
-
-        the first class j where w[0] + ... + w[j] > u * (w[0] + ... + w[-1])
-
-    A class of weight zero, whose logit is -inf, is never drawn. What is drawn has no derivative,
-    so that logits need not be detached. Where a logit is NaN or inf, it is class 0.
-
-    Args:
-        key: One key for all draws, or keys of shape (..., 2) for the leading dims of ``logits``,
-            (...): what a sample draws then depends on its own key and logits alone, however the
-            batch is cut.
-        logits: A floating-point tensor, with the classes along its last dim.
-
-    Returns:
-        int64 of the shape of ``logits`` without its last dim.
-
-    Example:
-        >>> rows = fold_in(key(0), torch.arange(6))
-        >>> categorical(rows, torch.tensor([0.1, 0.6, 0.3]).log().expand(6, 3))
-        tensor([1, 0, 0, 1, 1, 2])
-
-    References:
-        `jax.random.categorical
-        <https://docs.jax.dev/en/latest/_autosummary/jax.random.categorical.html>`_, which draws a
-        number for each class.
-    """
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():  # pyright: ignore[reportUnnecessaryIsInstance]
-        came = f"a tensor of {logits.dtype}" if isinstance(logits, Tensor) else repr(logits)  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"logits is {came}; expected a floating-point tensor.")
-    if not logits.dim() or not logits.shape[-1]:
-        raise ValueError(
-            f"logits has shape {tuple(logits.shape)}; expected (..., classes), with one at least."
-        )
-    lead = _check_lead(key, logits, "logits", logits.dim() - 1)
-    wide = trees.accumulation_dtype(logits.dtype)
-    sums = logits.detach().softmax(-1, dtype=wide).cumsum(-1, dtype=torch.float64)
-    drawn = uniform(key, logits.shape[len(lead) : -1], torch.float64)
-    return (sums <= drawn.unsqueeze(-1) * sums[..., -1:]).sum(-1)
 
 
 def _threefry(key: Tensor, counters: Tensor) -> Tensor:
@@ -297,19 +261,6 @@ def _bits(dtype: torch.dtype) -> int:
     if dtype not in BITS:
         raise TypeError(f"dtype is {dtype}; expected one of {', '.join(map(str, BITS))}.")
     return BITS[dtype]
-
-
-def _check_lead(key: Any, x: Tensor, name: str, most: int) -> torch.Size:
-    """The leading dims of a tensor for which there are keys, which are no more than ``most``."""
-    _check_key(key)
-    lead = key.shape[:-1]
-    if lead != x.shape[:most][: len(lead)] or key.device != x.device:
-        raise ValueError(
-            f"key has shape {tuple(key.shape)} on {key.device} where {name} has {tuple(x.shape)} "
-            f"on {x.device}; expected, on the device of {name}, one key for all of {name}, or one "
-            "key per sample: shape (rows, 2), as from fold_in(key, torch.arange(rows))."
-        )
-    return lead
 
 
 def _check_key(key: Any) -> None:

@@ -217,17 +217,15 @@ def fisher_vp(  # noqa: D417
 
         F v = Σ w g (gᵀ v) / Σ w              # of a "sum": Σ g (gᵀ v)
 
-    With the losses of the labels in the batch that is the empirical Fisher matrix. The true one is
-    of labels that the model itself draws. Where outputs are the logits of a softmax, or the mean of
-    a Gaussian of fixed variance, it is Gauss-Newton's, and ``ggnvp`` gives it exactly. Elsewhere
-    draw the labels in the function, by keys that lie in the batch: that is an unbiased estimate,
-    and the draw is the same for every ``v``, so that it is linear and symmetric::
+    With the losses of the labels in the batch that is the empirical Fisher matrix. Where a function
+    draws labels from its own outputs, by keys that lie in the batch, it is an unbiased estimate of
+    the true one: the draw is then the same for every ``v``, so that it is linear and symmetric::
 
-        def losses(params, batch):  # of a mean and a scale for each sample
-            mean, scale = net(params, batch["x"])
-            noise = pa.normal(batch["keys"], mean.shape[1:])
-            label = (mean + scale * noise).detach()  # classes: pa.categorical(keys, logits)
-            return -Normal(mean, scale).log_prob(label).sum(-1)
+        def losses(params, batch):
+            logits = net(params, batch["x"])
+            noise = -(-pa.uniform(batch["keys"], logits.shape[1:]).log()).log()
+            labels = (logits.detach() + noise).argmax(-1)  # a draw from softmax(logits)
+            return cross_entropy(logits, labels, reduction="none")
 
 
         batch = batch | {"keys": pa.fold_in(pa.key(0), torch.arange(rows))}

@@ -718,12 +718,6 @@ def rows_have_their_keys(layout):
     drawn = pa.normal(DTensor.from_local(pa.split_key(pa.key(dist.get_rank()), 3), mesh_of(), [S0]))
     ones = [pa.normal(pa.split_key(pa.key(rank), 3)) for rank in range(dist.get_world_size())]
     assert torch.equal(drawn.full_tensor(), torch.cat(ones))
-    keys, logits = (
-        DTensor.from_local(x, mesh_of(), [S0])
-        for x in (pa.split_key(pa.key(dist.get_rank()), 3), torch.arange(12.0).view(3, 4).sin())
-    )
-    classes = pa.categorical(keys.full_tensor(), logits.full_tensor())
-    assert torch.equal(pa.categorical(keys, logits).full_tensor(), classes)
 
 
 def noise_is_measured(layout):

@@ -109,7 +109,6 @@ CALLS = {
     "uniform": lambda: lambda: [pa.uniform(KEYS, (2, 3)), pa.uniform(KEY, (), torch.float64)],
     "normal": lambda: lambda: [pa.normal(KEYS, (5,)), pa.normal(KEY, (2,), torch.float16)],
     "dropout": lambda: lambda: pa.dropout(X[:4], 0.5, KEYS),
-    "categorical": lambda: lambda: [pa.categorical(KEYS, X[:4]), pa.categorical(KEY, X)],
     "add_noise": lambda: lambda: pa.add_noise(PARAMS, 2.0, KEY),
     "norm": lambda: lambda: [pa.global_norm(PARAMS), pa.all_finite([*PARAMS.values(), X[:0]])],
     "running noise scale": lambda: lambda: pa.running_noise_scale().init(PARAMS),

@@ -1,6 +1,5 @@
 """Random numbers are a function of the key and the position: their bits, under everything."""
 
-import itertools
 import math
 from statistics import NormalDist
 
@@ -10,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pureaccum._pure import keys as random_keys
-from pureaccum._pure.keys import (
-    categorical,
-    dropout,
-    fold_in,
-    key,
-    normal,
-    split_key,
-    uniform,
-)
+from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions
 from tests.draws import examples, slices
@@ -32,14 +23,12 @@ pairs = st.tuples(words, words)
 seeds = st.integers(-(2**63), 2**64 - 1)
 small = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
-LOGITS = torch.arange(20.0).reshape(4, 5).sin()
 DRAWS = {
     **{f"uniform {dtype}": lambda k, d=dtype: uniform(k, (3, 5), d) for dtype in DTYPES},
     **{f"normal {dtype}": lambda k, d=dtype: normal(k, (7,), d) for dtype in DTYPES},
     "scalar": uniform,
     "nothing": lambda k: uniform(k, (3, 0)),
     "dropout": lambda k: dropout(torch.ones(9), 0.4, k),
-    "categorical": lambda k: categorical(k, LOGITS.to(k.device).expand(*k.shape[:-1], 4, 5)),
     "fold_in": lambda k: fold_in(k, 2**61 + 5),
     "split_key": lambda k: split_key(k, 3),
 }
@@ -274,7 +263,6 @@ def test_the_host_never_waits_for_a_draw():
         dropout(x, 0.5, rows).sum().backward()
         for draw in (uniform, normal):
             draw(split_key(k), (3,))
-        categorical(rows, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -350,78 +338,6 @@ def test_derivatives_of_dropout_are_the_mask():
     torch.testing.assert_close(second.diag(), mask**2)
 
 
-# Classes ---------------------------------------------------------------------------------
-
-
-def drawn_by_hand(u, weights):
-    """The first class whose sum of weights is beyond that share of all."""
-    sums = [*itertools.accumulate(weights)]
-    return next(j for j, x in enumerate(sums) if x > u * sums[-1])
-
-
-@given(
-    seed=seeds, rows=st.integers(1, 8), classes=st.integers(1, 9), dtype=st.sampled_from([*DTYPES])
-)
-def test_a_class_is_drawn_by_the_sums_of_weights(seed, rows, classes, dtype):
-    logits = (4 * normal(key(seed), (rows, classes), torch.float64)).to(dtype)
-    keys = split_key(key(seed), rows)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = logits.softmax(-1, dtype=wide).tolist()
-    for of_each, shape in ((keys, ()), (key(seed), (rows,))):
-        u = uniform(of_each, shape, torch.float64)
-        want = [drawn_by_hand(*pair) for pair in zip(u.tolist(), weights, strict=True)]
-        drawn = categorical(of_each, logits)
-        assert (drawn.dtype, drawn.tolist()) == (torch.int64, want)
-
-
-@given(seed=seeds, bits=st.integers(0, 4), rows=st.integers(1, 8), data=st.data())
-def test_equal_weights_are_drawn_by_the_first_bits(seed, bits, rows, data):
-    """Without rounding; and of classes that have no weight, none is."""
-    logits = torch.full((16,), -math.inf)
-    some = data.draw(st.sets(st.integers(0, 15), min_size=2**bits, max_size=2**bits).map(sorted))
-    logits[some] = 0.5
-    keys = fold_in(key(seed), torch.arange(rows))
-    places = (uniform(keys, (), torch.float64) * 2**bits).long()
-    assert_trees_bitwise_equal(
-        categorical(keys, logits.expand(rows, 16)), torch.tensor(some)[places]
-    )
-
-
-@given(data=st.data(), seed=seeds, rows=st.integers(1, 8))
-def test_classes_of_rows_do_not_depend_on_the_cut(data, seed, rows):
-    logits = normal(key(seed), (rows, 2, 3))
-    keys = fold_in(key(seed), torch.arange(rows))
-    whole = categorical(keys, logits)
-    cut = slices(data.draw(compositions(rows)))
-    assert_trees_bitwise_equal(torch.cat([categorical(keys[a], logits[a]) for a in cut]), whole)
-    assert_trees_bitwise_equal(torch.func.vmap(categorical)(keys, logits), whole)
-
-
-def test_the_smallest_and_the_largest_number_draw_a_class_with_weight(monkeypatch):
-    for word, want in ((0, 1), (-1, 3)):
-        monkeypatch.setattr(
-            random_keys, "_threefry", lambda k, c, w=word: torch.full((*c.shape, 2), w).int()
-        )
-        for weights in ([0, 1, 7, 2, 0], [0, 1e-30, 1, 1e-9, 0], [0, 3, 3, 3, 0]):
-            drawn = categorical(key(0), torch.tensor(weights, dtype=torch.float64).log())
-            assert drawn == want
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_of_logits_that_are_no_numbers_the_first_class_is_drawn(bad):
-    logits = torch.full((3,), bad) if bad == -math.inf else torch.tensor([0.0, bad, 1.0])
-    assert categorical(key(0), logits) == 0
-
-
-def test_a_class_has_no_derivative():
-    logits = LOGITS.clone().requires_grad_()
-    assert not categorical(key(0), logits).requires_grad
-    of = lambda x: (x * categorical(key(0), x)[:, None]).sum()  # noqa: E731
-    want = categorical(key(0), LOGITS)[:, None].expand(4, 5).float()
-    assert torch.equal(torch.func.grad(of)(LOGITS), want)
-    assert torch.equal(torch.func.jvp(of, (LOGITS,), (LOGITS,))[1], (LOGITS * want).sum())
-
-
 # Errors ----------------------------------------------------------------------------------
 
 
@@ -462,16 +378,6 @@ K, X = key(0), torch.ones(4, 3)
         ),
         (lambda: dropout(X.to("meta"), 0.5, K), ValueError, "on cpu where x has .* on meta"),
         (lambda: dropout(X[0, 0], 0.5, K[None]), ValueError, r"key has shape \(1, 2\)"),
-        (lambda: categorical(K, X.long()), TypeError, "logits is a tensor of torch.int64"),
-        (lambda: categorical(K, 3), TypeError, "logits is 3; expected a floating-point tensor"),
-        (lambda: categorical(K, X[:, :0]), ValueError, r"logits has shape \(4, 0\); expected"),
-        (lambda: categorical(K, X[0, 0]), ValueError, r"logits has shape \(\)"),
-        (lambda: categorical(X, K), TypeError, "logits is a tensor of torch.int64"),
-        (
-            lambda: categorical(split_key(K, 3), X[0]),
-            ValueError,
-            r"key has shape \(3, 2\) on cpu where logits has \(3,\) on cpu; .* one key per sample",
-        ),
     ],
 )
 def test_arguments_of_a_draw_that_make_no_sense_are_refused(call, error, says):

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from pureaccum._pure import keys as random_keys
-from pureaccum._pure.keys import (
-    categorical,
-    dropout,
-    fold_in,
-    key,
-    normal,
-    split_key,
-    uniform,
-)
+from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 
 
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("keys")]
@@ -205,15 +197,3 @@ def test_dropout_drops_its_share(p, rows):
     variance = across.double().var().item() / (256 * p * (1 - p))
     kurtosis = (1 - 6 * p * (1 - p)) / (256 * p * (1 - p))  # of a binomial of 256
     assert abs(variance - 1) <= SIGMAS * math.sqrt((2 + kurtosis) / len(across))
-
-
-@pytest.mark.parametrize("by", ["rows", "one key"])
-def test_classes_are_drawn_as_often_as_they_weigh(by):
-    """A count has the variance n p (1 - p)."""
-    weights = torch.tensor([1.0, 2.0, 4.0, 8.0, 0.5, 0.5])
-    keys = fold_in(key(SEED), torch.arange(N)) if by == "rows" else key(SEED)
-    drawn = categorical(keys, weights.log().expand(N, 6))
-    counts, p = torch.bincount(drawn, minlength=6), weights.double() / weights.sum()
-    assert ((counts - N * p).abs() <= SIGMAS * (N * p * (1 - p)).sqrt()).all()
-    even = categorical(keys, torch.zeros(N, 10))
-    assert_even(torch.bincount(even, minlength=10))
