@@ -208,6 +208,7 @@ def fisher_vp(  # noqa: D417
     reduction: Reduction = "mean",
     stream: bool = False,
     group: Any = None,
+    draw: Callable[..., Any] | None = None,
     check: bool = True,
 ) -> Product:
     """Multiply the Fisher matrix of a batch by a vector, without the gradients of its samples.
@@ -217,18 +218,19 @@ def fisher_vp(  # noqa: D417
 
         F v = Σ w g (gᵀ v) / Σ w              # of a "sum": Σ g (gᵀ v)
 
-    With the losses of the labels in the batch that is the empirical Fisher matrix. Where a function
-    draws labels from its own outputs, by keys that lie in the batch, it is an unbiased estimate of
-    the true one: the draw is then the same for every ``v``, so that it is linear and symmetric::
+    With the losses of the labels in the batch that is the empirical Fisher matrix. With labels that
+    the model draws it is an unbiased estimate of the true one. Drawn by keys that lie in the batch,
+    they are the same for every ``v``, so that the product is linear and symmetric::
 
-        def losses(params, batch):
-            logits = net(params, batch["x"])
-            noise = -(-pa.uniform(batch["keys"], logits.shape[1:]).log()).log()
-            labels = (logits.detach() + noise).argmax(-1)  # a draw from softmax(logits)
-            return cross_entropy(logits, labels, reduction="none")
+        def draw(params, batch):
+            mean, scale = net(params, batch["x"])
+            return batch | {"y": mean + scale * pa.normal(batch["keys"], mean.shape[1:])}
 
 
         batch = batch | {"keys": pa.fold_in(pa.key(0), torch.arange(rows))}
+
+    Where outputs are the logits of a softmax, or the mean of a Gaussian of fixed variance, the true
+    one is Gauss-Newton's: ``ggnvp`` gives it exactly, and for less.
 
     One product takes about the time of two gradients. Where nothing of the batch has any weight it
     is NaN. Its diagonal is ``per_sample_grad(..., reduce="moments")(params, batch).second``.
@@ -238,6 +240,8 @@ def fisher_vp(  # noqa: D417
             the negative log-likelihood. Or ``Weighted`` of two such: totals, and weights.
         batch_argnums, microbatch_size, stream, group, check: As for ``hvp``.
         reduction: Whether the samples' matrices are averaged, ``"mean"``, or added, ``"sum"``.
+        draw: ``draw(params, *args)`` gives the (first) batch argument anew, with labels from the
+            model. No derivative goes through it.
 
     Returns:
         ``product(params, *args, v) -> Fv``, like params.
@@ -252,6 +256,9 @@ def fisher_vp(  # noqa: D417
         <https://arxiv.org/abs/1905.12558>`_, 2019.
     """
     pushed = derivatives.Pushing()
+    if draw is not None:
+        first = checks.check_argnums(batch_argnums, "batch_argnums")[0]
+        losses = _of_drawn(losses, draw, first)
 
     @passes.noting
     def along(params: trees.Tree, *rest: Any) -> Any:
@@ -284,6 +291,18 @@ def fisher_vp(  # noqa: D417
     )
     product = _of_constants(losses, along, over)
     return passes.compared(product, along, losses, _half_of_squares, batch_argnums, check)
+
+
+def _of_drawn(losses: Callable[..., Any], draw: Callable[..., Any], at: int) -> Any:
+    """The losses of a batch that is drawn, which is a constant."""
+
+    @wraps(losses)
+    def of_drawn(*args: Any) -> Any:
+        detached = trees.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, draw(*args))
+        i = range(len(args))[at]
+        return losses(*args[:i], detached, *args[i + 1 :])
+
+    return of_drawn
 
 
 def _of_constants(

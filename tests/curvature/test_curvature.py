@@ -347,19 +347,48 @@ def test_the_diagonal_of_the_empirical_fisher_matrix_by_moments():
     near(problem.flat(came), problem.matrix("fisher").diag())
 
 
+def classes(params, batch, forward):
+    """Labels from a softmax, by keys."""
+    logits = forward(params, batch)
+    uniform = pa.uniform(batch["keys"], logits.shape[1:], torch.float64)
+    return batch | {"y": (logits - (-uniform.log()).log()).argmax(1)}
+
+
+def of_labels(params, batch, forward):
+    return F.cross_entropy(forward(params, batch), batch["y"], reduction="none")
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_what_is_drawn_is_a_constant_of_the_product(size):
+    """It is what the loss itself would draw, though it is a function of params."""
+    problem = Problem("mlp")
+    keys = pa.fold_in(pa.key(0), torch.arange(ROWS))
+    batch = problem.batch | {"keys": keys}
+
+    def noisy(params, batch):
+        out = problem.forward(params, batch)
+        return batch | {"y": out * (1 + pa.normal(batch["keys"], out.shape[1:], torch.float64))}
+
+    def errors(params, batch):
+        return (problem.forward(params, batch) - batch["y"]).square().sum(1)
+
+    def inside(params, batch):
+        return errors(params, noisy({k: x.detach() for k, x in params.items()}, batch))
+
+    drawn = fisher_vp(errors, draw=noisy, microbatch_size=size)
+    want = fisher_vp(inside, microbatch_size=size)
+    ours, theirs = (problem.flat(of(problem.params, batch, problem.v)) for of in (drawn, want))
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.slow
 def test_labels_that_are_drawn_give_gauss_newton_on_average():
     """The Fisher matrix of a softmax is that of Gauss-Newton; and one draw is one matrix."""
     problem = Problem("mlp")
     batch = problem.batch | {"mask": torch.ones(ROWS).double()}
-
-    def losses(params, batch):
-        logits = problem.forward(params, batch)
-        uniform = pa.uniform(batch["keys"], logits.shape[1:], torch.float64)
-        drawn = (logits.detach() - (-uniform.log()).log()).argmax(1)
-        return F.cross_entropy(logits, drawn, reduction="none")
-
-    of, draws = fisher_vp(losses, microbatch_size=4), []
+    losses = partial(of_labels, forward=problem.forward)
+    draw = partial(classes, forward=problem.forward)
+    of, draws = fisher_vp(losses, draw=draw, microbatch_size=4), []
     for i in range(300):
         keys = pa.fold_in(pa.fold_in(pa.key(0), i), torch.arange(ROWS))
         draws.append(problem.flat(of(problem.params, batch | {"keys": keys}, problem.v)))
@@ -368,7 +397,7 @@ def test_labels_that_are_drawn_give_gauss_newton_on_average():
             u_v = problem.flat(problem.u) @ draws[0]
             v_u = problem.flat(problem.v) @ problem.flat(of(problem.params, both, problem.u))
             near(u_v, v_u)
-            whole = fisher_vp(losses)(problem.params, both, problem.v)
+            whole = fisher_vp(losses, draw=draw)(problem.params, both, problem.v)
             near(problem.flat(whole), draws[0])  # however it is cut
     problem.batch = batch
     want = problem.matrix("gauss-newton") @ problem.flat(problem.v)
