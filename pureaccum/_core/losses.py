@@ -178,7 +178,13 @@ def dtype_of_mean(mean: Weighted) -> torch.dtype:
 
 
 def is_weighted(x: Any) -> bool:
-    """Whether something is a ``Weighted``, which as a tuple would be a tree."""
+    """Whether something beside a loss is a ``Weighted``, which as a tuple would be a tree."""
+    if isinstance(x, WeightedSum):
+        raise TypeError(
+            f"a sum of {len(x.terms)} Weighted came in aux, or out of a microbatched function; "
+            "there a Weighted becomes its mean over the whole batch. Return the terms, each by "
+            "itself, and add up their means afterwards: sum(means)."
+        )
     return isinstance(x, Weighted)
 
 

@@ -534,6 +534,23 @@ REFUSED = {
         ValueError,
         ("has as many terms",),
     ),
+    "in aux": (
+        lambda w, b: pa.grad(
+            lambda w, b: (loss(w, b), {"both": loss(w, b)}), has_aux=True, microbatch_size=2
+        )(w, b),
+        TypeError,
+        ("a sum of 2 Weighted came in aux", "each by itself"),
+    ),
+    "in aux of a whole batch": (
+        lambda w, b: pa.grad(lambda w, b: (loss(w, b), [loss(w, b)]), has_aux=True)(w, b),
+        TypeError,
+        ("a sum of 2 Weighted came in aux", "each by itself"),
+    ),
+    "out of a microbatched function": (
+        lambda w, b: pa.microbatch(loss, microbatch_size=2, reduce="sum")(w, b),
+        TypeError,
+        ("out of a microbatched function", "sum(means)"),
+    ),
     "noise": (
         lambda w, b: once(pa.make_step(loss, pa.sgd(1.0), noise=True, microbatch_size=2), w, b),
         ValueError,

@@ -62,7 +62,8 @@ def test_it_is_the_full_batch_however_samples_are_shared_out(rank, world):
             for _ in range(2):  # the first call finds out
                 new, info = step(state, own(share, rank))
                 assert same(W - new.params, want), (name, share)
-                assert info.loss == value and info.applied, (name, share)
+                assert info.loss == value, (name, share)
+                assert info.applied, (name, share)
 
 
 @on_ranks(2)
