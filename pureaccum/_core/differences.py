@@ -231,9 +231,10 @@ class _Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        caller: Any = inspect.currentframe()
-        caller = caller.f_back.f_globals.get("__name__", "")
-        if func not in _DETACHING or caller.startswith(("pureaccum.", "torch.")):
+        frame: Any = inspect.currentframe()
+        frame = frame.f_back
+        ours = frame.f_globals.get("__name__", "").startswith(("pureaccum.", "torch."))
+        if func not in _DETACHING or (ours and frame.f_code is not constant.__code__):
             return out
         if not (args[0].requires_grad and torch.is_grad_enabled()):  # in a custom Function, say
             return out
@@ -241,6 +242,11 @@ class _Constants(TorchFunctionMode):
         if kept is None:
             self.kept.append(out)
         return out if kept is None or kept.shape != out.shape else kept
+
+
+def constant(x: Any) -> Any:
+    """What a user would have detached."""
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 _DETACHING = Tensor.detach, torch.detach, Tensor.data.__get__  # pyright: ignore

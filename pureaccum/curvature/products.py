@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._base import checks, trees
 from .._base.torch_internals import functorch, modes
+from .._core import differences
 from .._core.losses import Reduction, read, sane
 from .._core.weighted import Weighted
 from .._core.weights import quotient
@@ -298,9 +299,9 @@ def _of_drawn(losses: Callable[..., Any], draw: Callable[..., Any], at: int) -> 
 
     @wraps(losses)
     def of_drawn(*args: Any) -> Any:
-        detached = trees.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, draw(*args))
-        i = range(len(args))[at]
-        return losses(*args[:i], detached, *args[i + 1 :])
+        given = [*args]
+        given[at] = trees.tree_map(differences.constant, draw(*args))
+        return losses(*given)
 
     return of_drawn
 
