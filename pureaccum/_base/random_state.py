@@ -68,8 +68,10 @@ _ONE_AT_A_TIME = threading.RLock()
 
 def restore(states: Iterable[Drawn]) -> None:
     """Let generators go on from noted states."""
+    if not (noted := [*states]):  # by a compiler, which cannot enter what follows
+        return
     with _ONE_AT_A_TIME:
-        for it in states:
+        for it in noted:
             _owner(it.device).set_rng_state(it.state, *_which(it.device))
 
 

@@ -52,7 +52,7 @@ def summed(
             return result
         except terms.UncountedError as error:
             known.terms = error.terms
-        _restore(before)
+        random_state.restore(before)
     if skips and not modes.at_top_level():
         raise terms.skipping_error()
     before = _generators(leaves)
@@ -63,12 +63,12 @@ def summed(
         raise terms.other_terms(*sorted(counts)[:2])
     if entries and not isinstance(each[0], Tensor):  # it is another loss by now
         known.terms = 0
-        _restore(before)
+        random_state.restore(before)
         return sums(None)[0]
     keep = [not skips or bool(torch.isfinite(x.value)) for x in entries]
     while True:
         whole = of_all_ranks(_sum(each, keep, known.terms, leaves[0].device))
-        _restore(before)
+        random_state.restore(before)
         if not skips:
             return sums(whole)[0]
         # what is left out of the weights is not to be finite
@@ -94,8 +94,3 @@ def _generators(leaves: list[Tensor]) -> list[random_state.Drawn]:
     if torch.compiler.is_dynamo_compiling():
         return []
     return random_state.generators({x.device for x in leaves})
-
-
-def _restore(states: list[random_state.Drawn]) -> None:
-    if states:
-        random_state.restore(states)

@@ -118,33 +118,33 @@ def _over_chunks(
     host: torch.device | None,
 ) -> tuple[trees.Tree, list[Tensor]]:
     """The last carry, and the outputs of all chunks."""
-    columns = [_cut(x, how, outs.sizes) for x, how in zip(*arguments[:2], strict=True)]
+    sizes = list(outs.sizes)
+    columns = [
+        [x] * len(sizes) if isinstance(how, str) else x.split(sizes, how.dim)
+        for x, how in zip(*arguments[:2], strict=True)
+    ]
     recorded = modes.transform_active() or torch.is_grad_enabled() or functorch.forward_ad_active()
     joined: list[gathered.Gathered] = []
     carry: Any = None
-    for p in range(len(outs.sizes)):
+    if host is not None:
+        func = partial(_on_device, func, host)
+    if torch.compiler.is_dynamo_compiling() and not functorch.transform_depth():
+        func = partial(checkpoint, func, use_reentrant=False)  # it keeps no more
+    for p in range(len(sizes)):
         args, kwargs = arguments.filled([column[p] for column in columns])
         args[CARRY] = kept = args[CARRY] if p == 0 else carry
         if host is not None:
             args[CARRY] = trees.tree_map(_on_host, kept)
-        call = partial(_on_device, func, host) if host is not None else func
-        carry, taken = _chunk(call, Arguments.of(args, kwargs), _Chunk(outs, p, kept), known)
+        given = Arguments.of(args, kwargs)
+        carry, taken = microbatch.call_microbatched(func, given, _Chunk(outs, p, kept), known)
         if p == 0:
             assert outs.form is not None
-            joined = [gathered.Gathered(outs.sizes, how, recorded) for how in outs.form.outs]
+            joined = [gathered.Gathered(sizes, how, recorded) for how in outs.form.outs]
         for so_far in joined:
             x = taken.pop(0)
             is_lent = isinstance(so_far.how, gathered.Rows) and so_far.how.host is not None
             so_far.take(gathered.to_host(x) if is_lent else x)
     return carry, [so_far.end() for so_far in joined]
-
-
-def _chunk(
-    func: Callable[..., Any], arguments: Arguments, chunk: "_Chunk", known: writes.Known
-) -> Any:
-    if torch.compiler.is_dynamo_compiling() and not functorch.transform_depth():
-        func = partial(checkpoint, func, use_reentrant=False)  # it keeps no more
-    return microbatch.call_microbatched(func, arguments, chunk, known)
 
 
 class _Chunk(outputs.Whole):
@@ -220,11 +220,6 @@ def _ranks_of(arguments: Arguments) -> sharded_rows.Over:
             "chunk to the next. Shard another dim, such as that of samples, or x.full_tensor()."
         )
     return over
-
-
-def _cut(x: Tensor, how: gathered.Cut, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """The chunks of a sequence as they lie, or what every chunk is given."""
-    return [x] * len(sizes) if isinstance(how, str) else x.split(list(sizes), how.dim)
 
 
 # On the host -------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def read_sum(loss: WeightedSum, whole: Whole) -> tuple[Tensor, Tensor, Tensor, t
     totals, own, keeps = _apart(loss)
     if isinstance(whole, Tensor) and len(whole) != len(own):
         raise other_terms(len(own), len(whole))
-    dtype = _dtype_of(totals)
+    dtype = reduce(torch.promote_types, [x.dtype for x in totals])
     if isinstance(whole, str) and whole == "counted":
         return _added(totals, keeps, torch.ones_like(own)), own.amax(), own, dtype
     over = own.detach() if isinstance(whole, str) else whole
@@ -68,24 +68,19 @@ def _apart(loss: WeightedSum) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     return totals, own, [*map(counts, values[len(weights) :], own)]
 
 
-def _dtype_of(totals: list[Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, [x.dtype for x in totals])
-
-
 def taken_apart(loss: WeightedSum) -> tuple[Tensor, torch.dtype]:
     """The totals of the terms of a loss and their weights, two rows; and the dtype of the loss."""
     totals, own, keeps = _apart(loss)
     pairs = zip(dtensors.with_all_terms(totals), keeps, strict=True)
     kept = [counted_total(x, keep).double() for x, keep in pairs]
-    return torch.stack([torch.stack(kept), own]), _dtype_of(totals)
+    dtype = reduce(torch.promote_types, [x.dtype for x in totals])
+    return torch.stack([torch.stack(kept), own]), dtype
 
 
 def sum_of_means(terms: Tensor) -> Tensor:
     """A sum of means, of totals and weights in two rows; NaN where no term has any weight."""
     totals, weights = terms
-    value = (
-        totals / torch.where(weights == 0, torch.inf, weights)
-    ).sum()  # one of no weight is divided by inf
+    value = (totals / torch.where(weights == 0, torch.inf, weights)).sum()
     return torch.where((weights != 0).any(), value, torch.nan)
 
 

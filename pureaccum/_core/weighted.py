@@ -113,7 +113,8 @@ class WeightedSum(NamedTuple):
             )
         terms = [*self.terms]
         for term in (other,) if isinstance(other, Weighted) else other.terms:
-            alike = [i for i, x in enumerate(terms) if _same_weight(x, term)]
+            its: Any = term.weight  # a tensor: numbers may be equal by chance
+            alike = [i for i, x in enumerate(terms) if x.weight is its and isinstance(its, Tensor)]
             if alike:
                 terms[alike[0]] = _over_one_weight(terms[alike[0]], term)
             else:
@@ -131,11 +132,6 @@ class WeightedSum(NamedTuple):
 
 def _negative(x: Any) -> Any:
     return -x if isinstance(x, (Weighted, WeightedSum)) else x
-
-
-def _same_weight(a: Weighted, b: Weighted) -> bool:
-    """Whether two means have one tensor for their weight. Numbers may be equal by chance."""
-    return a.weight is b.weight and isinstance(a.weight, Tensor)
 
 
 def _over_one_weight(a: Weighted, b: Weighted) -> Weighted:
