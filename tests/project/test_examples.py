@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import run_on_ranks
 
@@ -94,6 +95,26 @@ def test_tiles_of_a_head_are_the_whole_head():
     rounding = torch.finfo(torch.float32).eps ** 0.5
     assert seen["off"] < rounding
     assert seen["losses"] < rounding
+
+
+def test_a_scan_goes_back_through_all_steps_and_truncation_does_not():
+    """Less is lost in longer chunks, and what is lost is no rounding."""
+    seen = main("recurrent")(rows=2, length=256, width=4, size=16)
+    off, memory = ({name: pair[i] for name, pair in seen.items()} for i in (0, 1))
+    assert off["scan"] < torch.finfo(torch.float64).eps ** 0.5
+    assert 1 / 8 < off["truncated at half"] < off["truncated"]
+    assert 2 * memory["scan"] < memory["truncated at half"] < memory["autograd"]
+
+
+def test_linear_attention_in_chunks_is_that_of_the_loop():
+    """One text at a time, in chunks of which the last one is short."""
+    seen = main("linear_attention")(rows=2, length=250, size=16, words=32, steps=6)
+    (most, losses, learned), (held, own, ours) = seen["all kept"], seen["scan"]
+    assert own[-1] < own[0]
+    assert abs(own[-1] / losses[-1] - 1) < torch.finfo(torch.float32).eps ** 0.5
+    apart = pa.global_norm({name: ours[name] - x for name, x in learned.items()})
+    assert apart / pa.global_norm(learned) < 2**-14  # Adam divides by the root of small numbers
+    assert held < most / 2
 
 
 def test_samples_with_wrong_labels_are_found():
