@@ -35,11 +35,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         split = self.split(self.norm(x)).unflatten(-1, (3, HEADS, -1))
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        fade, at = 0.99, torch.arange(x.shape[1])[:, None]
+        fade, at = 0.99, torch.arange(x.shape[1], dtype=x.dtype)[:, None]
         near = (fade ** (at - at.T).clamp(min=0)).tril()
         mixed = (query @ key.mT * near) @ value + (query * fade ** (at + 1)) @ state
         state = fade ** len(at) * state + (key * fade ** (len(at) - 1 - at)).mT @ value
-        x = x + mixed.transpose(1, 2).flatten(2) / len(at) ** 0.5
+        x = x + mixed.transpose(1, 2).flatten(2) / x.shape[-1] ** 0.5
         return x + self.mlp(x), state
 
 
@@ -78,7 +78,8 @@ def make_loss(net: Model, size: int, scan: bool) -> Callable[[Batch, Batch], pa.
     run = pa.scan(chunk, chunk_size=size, dim=1, reduce="sum") if scan else kept
 
     def loss(params: Batch, batch: Batch) -> pa.Weighted:
-        begin = [torch.zeros(len(batch["word"]), HEADS, width, width) for _ in net.layers]
+        begin = [params["words.weight"].new_zeros(len(batch["word"]), HEADS, width, width)]
+        begin *= len(net.layers)
         _, total = run(params, begin, batch)
         return pa.Weighted(total, batch["word"].numel())
 

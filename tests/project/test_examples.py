@@ -106,7 +106,7 @@ def test_a_scan_goes_back_through_all_steps_and_truncation_does_not():
     assert 2 * memory["scan"] < memory["truncated at half"] < memory["autograd"]
 
 
-def test_linear_attention_in_chunks_is_that_of_the_loop():
+def test_linear_attention_learns_the_same_in_less():
     """One text at a time, in chunks of which the last one is short."""
     seen = main("linear_attention")(rows=2, length=250, size=16, words=32, steps=6)
     (most, losses, learned), (held, own, ours) = seen["all kept"], seen["scan"]
@@ -115,6 +115,20 @@ def test_linear_attention_in_chunks_is_that_of_the_loop():
     apart = pa.global_norm({name: ours[name] - x for name, x in learned.items()})
     assert apart / pa.global_norm(learned) < 2**-14  # Adam divides by the root of small numbers
     assert held < most / 2
+
+
+def test_linear_attention_does_not_depend_on_its_chunks():
+    """The gradient in chunks, some of them short, is that of one chunk, in float64."""
+    example = runpy.run_path(str(EXAMPLES / "linear_attention.py"))
+    torch.manual_seed(0)
+    net, batch = example["Model"](32, 16, 2).double(), example["texts"](2, 50, 32)
+    params = pa.functional(net).params
+    whole, cut = (
+        pa.grad(example["make_loss"](net, size, scan))(params, batch)
+        for size, scan in ((50, False), (16, True))
+    )
+    apart = pa.global_norm({name: cut[name] - x for name, x in whole.items()})
+    assert apart / pa.global_norm(whole) < torch.finfo(torch.float64).eps ** 0.5
 
 
 def test_samples_with_wrong_labels_are_found():
