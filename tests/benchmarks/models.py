@@ -34,6 +34,9 @@ BEFORE, AFTER = 256, 128  # the widths of what towers are given, and of what the
 VOCABULARY, LENGTH = 1000, 32  # of the texts that are classified
 
 
+SAMPLES = 32  # that go through a sequence side by side
+
+
 class Model(NamedTuple):
     """``depth`` layers of ``width``, fed ``microbatches`` times ``rows`` rows."""
 
@@ -74,6 +77,10 @@ class Model(NamedTuple):
                 name = f"MLP {self.width} wide"
             case "head":
                 name = f"head {self.width} wide, {WORDS} words"
+            case "lstm":
+                name = f"LSTM {self.width} wide"
+            case "fading":
+                name = f"{self.depth} x linear attention {self.width} wide"
             case "grouped":
                 name = f"conv-GroupNorm {self.width} wide"
             case "ntk":
@@ -252,6 +259,14 @@ def classifier(model: Model) -> Made:
     return net, F.cross_entropy, (x, y)
 
 
+def recurrent(model: Model) -> Made:
+    """Rows are steps in time, microbatches are chunks of them."""
+    x, y = (torch.randn(model.rows * model.microbatches, SAMPLES, model.width) for _ in range(2))
+    lstm = model.kind == "lstm"
+    net = nn.LSTM(model.width, model.width) if lstm else Fading(model.width, model.depth)
+    return net, F.mse_loss, (x, y)
+
+
 MAKE: dict[str, Callable[[Model], Made]] = {
     "mlp": stack,
     "conv": convnet,
@@ -263,6 +278,7 @@ MAKE: dict[str, Callable[[Model], Made]] = {
     "chain": chain,
     "head": head,
     "ntk": of_tutorial,
+    **dict.fromkeys(("lstm", "fading"), recurrent),
     **dict.fromkeys(("dense", "grouped", "tokens"), classifier),
 }
 
@@ -433,6 +449,39 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Fading(nn.Module):
+    """Blocks of linear attention and an MLP, along a sequence that is given in chunks.
+
+    A state is a matrix for each head, to which the outer products of keys and values are added. It
+    fades from one step to the next.
+    """
+
+    def __init__(self, width: int, depth: int, heads: int = 4):
+        super().__init__()
+        self.heads, self.fade = heads, 0.99
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.attend = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+        self.mlps = nn.ModuleList(Residual(width) for _ in range(depth))
+
+    def begin(self, x: Tensor) -> list[Tensor]:
+        size = x.shape[-1] // self.heads
+        return [x.new_zeros(x.shape[1], self.heads, size, size) for _ in self.norms]
+
+    def forward(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        at = torch.arange(len(x), device=x.device)[:, None]
+        near = (self.fade ** (at - at.T).clamp(min=0)).tril()
+        past, left = self.fade ** (at + 1), self.fade ** (len(x) - 1 - at)
+        after = []
+        blocks = zip(self.norms, self.attend, self.mlps, states, strict=True)
+        for norm, attend, mlp, state in blocks:
+            split = attend(norm(x)).unflatten(-1, (3, self.heads, -1))
+            query, key, value = split.permute(2, 1, 3, 0, 4)
+            mixed = (query @ key.mT * near) @ value + (query * past) @ state
+            after.append(self.fade ** len(x) * state + (key * left).mT @ value)
+            x = mlp(x + mixed.permute(2, 0, 1, 3).flatten(-2))
+        return x, after
 
 
 def dense(inputs: int, width: int, classes: int) -> nn.Module:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import run_on_ranks
 
@@ -94,6 +95,40 @@ def test_tiles_of_a_head_are_the_whole_head():
     rounding = torch.finfo(torch.float32).eps ** 0.5
     assert seen["off"] < rounding
     assert seen["losses"] < rounding
+
+
+def test_a_scan_goes_back_through_all_steps_and_truncation_does_not():
+    """Less is lost in longer chunks, and what is lost is no rounding."""
+    seen = main("recurrent")(rows=2, length=256, width=4, size=16)
+    off, memory = ({name: pair[i] for name, pair in seen.items()} for i in (0, 1))
+    assert off["scan"] < torch.finfo(torch.float64).eps ** 0.5
+    assert 1 / 8 < off["truncated at half"] < off["truncated"]
+    assert 2 * memory["scan"] < memory["truncated at half"] < memory["autograd"]
+
+
+def test_linear_attention_learns_the_same_in_less():
+    """One text at a time, in chunks of which the last one is short."""
+    seen = main("linear_attention")(rows=2, length=250, size=16, words=32, steps=6)
+    (most, losses, learned), (held, own, ours) = seen["all kept"], seen["scan"]
+    assert own[-1] < own[0]
+    assert abs(own[-1] / losses[-1] - 1) < torch.finfo(torch.float32).eps ** 0.5
+    apart = pa.global_norm({name: ours[name] - x for name, x in learned.items()})
+    assert apart / pa.global_norm(learned) < 2**-14  # Adam divides by the root of small numbers
+    assert held < most / 2
+
+
+def test_linear_attention_does_not_depend_on_its_chunks():
+    """The gradient in chunks, some of them short, is that of one chunk, in float64."""
+    example = runpy.run_path(str(EXAMPLES / "linear_attention.py"))
+    torch.manual_seed(0)
+    net, batch = example["Model"](32, 16, 2).double(), example["texts"](2, 50, 32)
+    params = pa.functional(net).params
+    whole, cut = (
+        pa.grad(example["make_loss"](net, size, scan))(params, batch)
+        for size, scan in ((50, False), (16, True))
+    )
+    apart = pa.global_norm({name: cut[name] - x for name, x in whole.items()})
+    assert apart / pa.global_norm(whole) < torch.finfo(torch.float64).eps ** 0.5
 
 
 def test_samples_with_wrong_labels_are_found():
