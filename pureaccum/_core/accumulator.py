@@ -116,9 +116,7 @@ def accumulator(
         )
     )
     at_least = checks.check_dtype(dtype)
-    cut = checks.check_argnums(batch_argnums, "batch_argnums")
-    _check_not_params(cut, batch_argnums)
-
+    cut = _not_params(checks.check_argnums(batch_argnums, "batch_argnums"), batch_argnums)
     making = Accumulating(
         told=losses.advising(loss_fn, *cut),
         known=writes.known_of(loss_fn),
@@ -130,7 +128,7 @@ def accumulator(
 
     def init(params: trees.Tree) -> AccumState:
         """The identity: a state of zeros."""
-        leaves, _ = checks.read_params(params)
+        leaves = checks.read_params(params)[0]
         count = len(leaves) if squares else None
         with checks.outside_inference_mode():
             return ledger.empty(trees.zeros(params, at_least), leaves[0].device, count)
@@ -148,8 +146,7 @@ def accumulator(
 
     def finalize(state: AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
         """The gradients and the value: sums divided once."""
-        weight = terms.whole_weight(ledger.read_state(state).weight)
-        by = losses.divisor(weight, ledger.plain_sum(state, reduction))
+        by = losses.divisor(ledger.read_state(state).weight, ledger.plain_sum(state, reduction))
         value = losses.mean_value(state.total, by)
         (sums, spec), own = trees.flatten(state.grads), donate and modes.may_write()
         grads = weights.divided(dtensors.resolved(sums), by, own=own)
@@ -189,7 +186,7 @@ def _update(
     def examined() -> tuple[batches.Batch, Kinds]:
         checks.read_params(params)
         ledger.check_belongs(state, leaves, spec, rule.squares)
-        _check_not_params(at, making.batches[1])
+        _not_params(at, making.batches[1])
         read = batches.read_microbatch(own)
         checks.refuse_autocast_cache(leaves)
         return read, kinds_of(leaves, [x.dtype for x in sums[0]])
@@ -226,12 +223,13 @@ def not_followed(method: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
+def _not_params(at: tuple[int, ...], batch_argnums: Any) -> tuple[int, ...]:
     if 0 in at:
         raise ValueError(
             f"batch_argnums={batch_argnums!r} names argument 0, which is params: what is "
             "differentiated is the same for every microbatch, and what is cut is not."
         )
+    return at
 
 
 # A window of one microbatch ------------------------------------------------------------------

@@ -57,7 +57,7 @@ def summed(
         raise terms.skipping_error()
     before = _generators(leaves)
     entries = count()
-    each = [x.terms for x in entries]
+    each: list[Any] = [x.terms for x in entries]
     counts = {len(x) if isinstance(x, Tensor) else 1 for x in each}
     if len(counts) > 1:
         raise terms.other_terms(*sorted(counts)[:2])
@@ -67,26 +67,20 @@ def summed(
         return sums(None)[0]
     keep = [not skips or bool(torch.isfinite(x.value)) for x in entries]
     while True:
-        whole = of_all_ranks(_sum(each, keep, known.terms, leaves[0].device))
+        kept = [x for x, its in zip(each, keep, strict=True) if its]
+        zero = torch.zeros(len(each[0]) if each else known.terms, dtype=torch.float64)
+        whole = of_all_ranks(torch.stack([zero.to(leaves[0].device), *kept]).sum(0))
         random_state.restore(before)
         if not skips:
             return sums(whole)[0]
         # what is left out of the weights is not to be finite
         result, entries = sums([whole if its else whole * torch.nan for its in keep])
-        kept = [x.finite is None or bool(x.finite) for x in entries]
-        now = [a and b for a, b in zip(keep, kept, strict=True)]
+        finite = [x.finite is None or bool(x.finite) for x in entries]
+        now = [a and b for a, b in zip(keep, finite, strict=True)]
         changed = of_all_ranks(torch.tensor([float(now != keep)], device=whole.device))
         if not changed:
             return result
         keep = now
-
-
-def _sum(each: Sequence[Any], keep: Sequence[bool], terms: int, device: torch.device) -> Tensor:
-    """The weights of the microbatches that are kept."""
-    kept = [x for x, its in zip(each, keep, strict=True) if its]
-    if not kept:
-        return torch.zeros(len(each[0]) if each else terms, dtype=torch.float64, device=device)
-    return torch.stack(kept).sum(0)
 
 
 def _generators(leaves: list[Tensor]) -> list[random_state.Drawn]:

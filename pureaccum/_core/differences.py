@@ -234,7 +234,7 @@ class _Constants(TorchFunctionMode):
         frame: Any = inspect.currentframe()
         frame = frame.f_back
         ours = frame.f_globals.get("__name__", "").startswith(("pureaccum.", "torch."))
-        if func not in _DETACHING or (ours and frame.f_code is not constant.__code__):
+        if func not in _DETACHING or (ours and frame.f_code is not as_constant.__code__):
             return out
         if not (args[0].requires_grad and torch.is_grad_enabled()):  # in a custom Function, say
             return out
@@ -244,7 +244,7 @@ class _Constants(TorchFunctionMode):
         return out if kept is None or kept.shape != out.shape else kept
 
 
-def constant(x: Any) -> Any:
+def as_constant(x: Any) -> Any:
     """What a user would have detached."""
     return x.detach() if isinstance(x, Tensor) else x
 

@@ -22,6 +22,7 @@ from .weighted import (
     counts,
     describe,
     sane,
+    weight_as_float,
 )
 
 
@@ -38,42 +39,39 @@ def read_sum(loss: WeightedSum, whole: Whole) -> tuple[Tensor, Tensor, Tensor, t
     """
     if whole is None:
         raise UncountedError(len(loss.terms))
-    totals, own, keeps = _apart(loss)
+    totals, own, keeps, dtype = _apart(loss)
     if isinstance(whole, Tensor) and len(whole) != len(own):
         raise other_terms(len(own), len(whole))
-    dtype = reduce(torch.promote_types, [x.dtype for x in totals])
     if isinstance(whole, str) and whole == "counted":
         return _added(totals, keeps, torch.ones_like(own)), own.amax(), own, dtype
     over = own.detach() if isinstance(whole, str) else whole
     there = over != 0
     over = torch.where(there, over, 1.0)
-    keeps = [x & y for x, y in zip(keeps, there, strict=True)]
-    shares = torch.where(there, own / over, 0.0)
+    keeps, shares = keeps & there, torch.where(there, own / over, 0.0)
     weight = shares.amax()
     # anything, where totals count that have no weight here
-    weight = torch.where(torch.stack(keeps).any() & (weight == 0), 1.0, weight)
+    weight = torch.where(keeps.any() & (weight == 0), 1.0, weight)
     return _added(totals, keeps, over), weight, shares, dtype
 
 
-def _apart(loss: WeightedSum) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """The totals of the terms of a loss, a vector of their weights, and which of them count."""
+def _apart(loss: WeightedSum) -> tuple[list[Tensor], Tensor, Tensor, torch.dtype]:
+    """The totals of the terms of a loss, their weights, which of them count, and its dtype."""
     totals = [
         checked_total(x.total, f"the total of term {i} of the loss", False, True)
         for i, x in enumerate(loss.terms)
     ]
-    pairs = zip(loss.terms, totals, strict=True)
-    weights = [checked_weight(x.weight, total).to(totals[0].device) for x, total in pairs]
+    weights = [weight_as_float(x.weight, totals[0]) for x in loss.terms]
     values = dtensors.with_all_terms([*weights, *totals])  # not those of this rank alone
-    own = torch.stack([*map(sane, values[: len(weights)])])
-    return totals, own, [*map(counts, values[len(weights) :], own)]
+    own = sane(torch.stack(values[: len(weights)]))
+    seen = torch.stack([x.detach().to(own) for x in values[len(weights) :]])
+    return totals, own, counts(seen, own), reduce(torch.promote_types, [x.dtype for x in totals])
 
 
 def taken_apart(loss: WeightedSum) -> tuple[Tensor, torch.dtype]:
     """The totals of the terms of a loss and their weights, two rows; and the dtype of the loss."""
-    totals, own, keeps = _apart(loss)
+    totals, own, keeps, dtype = _apart(loss)
     pairs = zip(dtensors.with_all_terms(totals), keeps, strict=True)
-    kept = [counted_total(x, keep).double() for x, keep in pairs]
-    dtype = reduce(torch.promote_types, [x.dtype for x in totals])
+    kept = [counted_total(x, keep).to(own) for x, keep in pairs]
     return torch.stack([torch.stack(kept), own]), dtype
 
 
@@ -84,7 +82,7 @@ def sum_of_means(terms: Tensor) -> Tensor:
     return torch.where((weights != 0).any(), value, torch.nan)
 
 
-def _added(totals: list[Tensor], keeps: list[Tensor], over: Tensor) -> Tensor:
+def _added(totals: list[Tensor], keeps: Tensor, over: Tensor) -> Tensor:
     """The sum of what counts of some totals, each divided."""
     terms: list[Any] = []
     for total, keep, by in zip(totals, keeps, over, strict=True):
@@ -103,11 +101,8 @@ def whole_weight(weight: Any) -> Any:
     if not isinstance(weight, Tensor) or not weight.dim():
         return weight
     there = weight.amax() > 0
-    whole = (((weight - 1).abs() < ROUNDING) | (weight == 0)).all()
+    whole = (((weight - 1).abs() < 1e-9) | (weight == 0)).all()  # but for rounding
     return torch.where(whole, there.double(), torch.nan)
-
-
-ROUNDING = 1e-9  # of a sum of shares in float64
 
 
 def given_weights(weights: Any, device: torch.device) -> Tensor | None:

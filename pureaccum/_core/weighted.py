@@ -83,13 +83,9 @@ class Weighted(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """A sum of means, each over its own weight, as adding ``Weighted`` gives it.
+    """A sum of means, each over its own weight, as adding ``Weighted`` gives it."""
 
-    Attributes:
-        terms: Its means, each with its coefficient in the total.
-    """
-
-    terms: tuple[Weighted, ...]
+    terms: tuple[Weighted, ...]  # each with its coefficient in the total
 
     def __mul__(self, factor: Any) -> "WeightedSum":  # pyright: ignore[reportIncompatibleMethodOverride]
         return WeightedSum(tuple([term * factor for term in self.terms]))
@@ -214,7 +210,13 @@ def checked_total(loss: Any, what: str, several: bool, weighted: bool = False) -
 
 
 def checked_weight(weight: Any, total: Tensor) -> Tensor:
-    """A weight as float64, or an error that says what one is."""
+    """A weight; NaN if it is none, unless that is for all ranks to say."""
+    weight = weight_as_float(weight, total)
+    return weight if dtensors.is_sharded(functorch.innermost(weight)) else sane(weight)
+
+
+def weight_as_float(weight: Any, total: Tensor) -> Tensor:
+    """A weight as float64, on the device of a total, or an error that says what one is."""
     if isinstance(weight, (bool, int, float)):
         known = float(weight) if 0 <= weight < float("inf") else float("nan")
         return torch.full((), known, dtype=torch.float64, device=total.device)
@@ -228,8 +230,7 @@ def checked_weight(weight: Any, total: Tensor) -> Tensor:
             f"the weight of Weighted is {came}; expected a real 0-d tensor or a number: the sum of "
             "the mask, say, and not the mask itself."
         )
-    weight = weight.to(total.device, torch.float64)
-    return weight if dtensors.is_sharded(functorch.innermost(weight)) else sane(weight)
+    return weight.to(total.device, torch.float64)
 
 
 def sane(weight: Tensor) -> Tensor:

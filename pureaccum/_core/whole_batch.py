@@ -110,7 +110,7 @@ def means(
 ) -> tuple[list[Tensor], Tensor, trees.Tree]:
     """Gradients in the dtypes of the leaves, the value in that of the loss, and the reduced aux."""
     state = sums.state
-    by = losses.divisor(terms.whole_weight(state.weight), plain_sum(state, reduction))
+    by = losses.divisor(state.weight, plain_sum(state, reduction))
     own = modes.may_add_in_place()  # the sums are the engine's
     grads = weights.divided(dtensors.resolved(state.grads), by / sums.unit, own=own)
     grads = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]

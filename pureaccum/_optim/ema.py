@@ -137,17 +137,11 @@ def ema(decay: float | schedules.Schedule) -> Ema:
 
 
 class _Rule(NamedTuple):
-    """What an average becomes.
+    """What an average becomes; its flags are bools where the host knows."""
 
-    Attributes:
-        share: The share of the latest parameters.
-        first: Whether this is the first update, which takes the parameters as they are.
-        counts: Whether the update is applied; both flags are bools where the host knows.
-    """
-
-    share: Any
-    first: bool | Tensor
-    counts: bool | Tensor
+    share: Any  # of the latest parameters
+    first: bool | Tensor  # whether this is the first update, which takes the parameters as they are
+    counts: bool | Tensor  # whether the update is applied
 
     def of(self, old: list[Tensor], latest: list[Tensor]) -> list[Tensor]:
         """The next average, leaf by leaf, in new tensors."""

@@ -300,7 +300,7 @@ def _of_drawn(losses: Callable[..., Any], draw: Callable[..., Any], at: int) -> 
     @wraps(losses)
     def of_drawn(*args: Any) -> Any:
         given = [*args]
-        given[at] = trees.tree_map(differences.constant, draw(*args))
+        given[at] = trees.tree_map(differences.as_constant, draw(*args))
         return losses(*given)
 
     return of_drawn
