@@ -47,9 +47,9 @@ def scan(
     It is differentiable as the loop is, with respect to all that it is given and captures, under
     every nest of torch.func's transforms and under ``.backward()``, at any order. Only the chunks,
     the carries between them and the outputs are kept, and ``func`` is run again for a derivative:
-    see ``microbatch``, in which it may stand, and which it may hold. A carry that grows with the
-    sequence, such as the keys and values of full attention, is kept at each chunk, which saves
-    nothing.
+    see ``microbatch``, in which it may stand, and which it may hold. A carry as long as the
+    sequence, such as room for the keys and values of full attention, is kept at each chunk, which
+    saves nothing.
 
     Args:
         func: ``func(params, carry, chunk)`` gives ``(carry, out)``. The carry that it gives has the
@@ -199,8 +199,8 @@ def _check_carry(leaves: list[Any], spec: Any, before: trees.Tree) -> None:
         if isinstance(x, Tensor) and (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
             raise ValueError(
                 f"{name} came back as {_look(x)} for {_look(y)}; a carry keeps its shapes and "
-                "dtypes. An output of each chunk goes beside it, in out; a state that is promoted "
-                "on the way begins in the wider dtype."
+                "dtypes. What each chunk gives goes beside it, in out; a state that autocast or a "
+                "wider operand casts goes back as it came: h.to(carry.dtype)."
             )
 
 

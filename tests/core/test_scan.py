@@ -376,7 +376,7 @@ BAD = {
     "another dtype": (
         lambda c, x: (c | {"h": c["h"].double()}, x),
         ValueError,
-        ("carry['h']", "torch.float64", "for a torch.float32", "begins in the wider dtype"),
+        ("carry['h']", "torch.float64", "for a torch.float32", "h.to(carry.dtype)"),
     ),
     "a growing carry": (
         lambda c, x: (c | {"h": torch.cat([c["h"], x[:, 0]])}, x),
