@@ -231,6 +231,19 @@ def test_skip_takes_the_weights_along(by):
     torch.testing.assert_close(value, want[1], rtol=2**-20, atol=0)
 
 
+def test_what_is_left_out_stays_out_though_nothing_else_has_its_weight():
+    """Without its term the microbatch would be finite, and its other term no part of any weight."""
+    w, x = torch.tensor(2.0), torch.arange(1.0, 5)
+
+    def broken(w, x):
+        only = (x == 3).sum()
+        bad = (0 * w).sqrt() if only else 0 * w  # whose gradient is NaN
+        return pa.Weighted((w * x).sum(), len(x)) + pa.Weighted(bad, only)
+
+    gradient = pa.grad_and_value(broken, microbatch_size=1, nonfinite="skip")
+    assert [*map(float, gradient(w, x))] == pytest.approx([7 / 3, 14 / 3])
+
+
 # Two sweeps -----------------------------------------------------------------------------------
 
 
