@@ -51,7 +51,7 @@ def summed(
             known.terms = 0 if entries else None
             return result
         except terms.UncountedError as error:
-            known.terms = error.terms
+            known.terms = error.args[0]
         random_state.restore(before)
     if skips and not modes.at_top_level():
         raise terms.skipping_error()

@@ -134,15 +134,15 @@ def skipping_error() -> RuntimeError:
 
 
 class UncountedError(TypeError):
-    """A loss is a sum of ``Weighted``, whose weights over the whole batch nobody has counted."""
+    """A loss is a sum of so many ``Weighted``, and nobody has counted their weights."""
 
-    def __init__(self, terms: int) -> None:
-        self.terms = terms
-        super().__init__(
-            f"the loss is a sum of {terms} Weighted, each a mean over its own weight, and here the "
+    def __str__(self) -> str:
+        (count,) = self.args
+        return (
+            f"the loss is a sum of {count} Weighted, each a mean over its own weight, and here the "
             "weights of the whole batch are not known. A batch at hand is counted first: "
             "step(state, batch), grad(loss, microbatch_size=...), value. In a stream count them "
-            f"beforehand: update(..., weights=[...]), {terms} numbers. Elsewhere return each term "
+            f"beforehand: update(..., weights=[...]), {count} numbers. Elsewhere return each term "
             "by itself."
         )
 

@@ -129,7 +129,7 @@ def _watched(subject: Subject, loop: Loop | None) -> Seen | int:
     except terms.UncountedError as error:
         if loop is not None:
             raise
-        return error.terms
+        return error.args[0]
 
 
 def _of_terms(count: int, loss_fn: Any, raise_on_mismatch: bool, **given: Any) -> Report:
