@@ -68,8 +68,8 @@ def summed(
     keep = [not skips or bool(torch.isfinite(x.value)) for x in entries]
     while True:
         kept = [x for x, its in zip(each, keep, strict=True) if its]
-        zero = torch.zeros(len(each[0]) if each else known.terms, dtype=torch.float64)
-        whole = of_all_ranks(torch.stack([zero.to(leaves[0].device), *kept]).sum(0))
+        zero = torch.zeros(len(each[0]) if each else known.terms, device=leaves[0].device)
+        whole = of_all_ranks(torch.stack([zero.double(), *kept]).sum(0))
         random_state.restore(before)
         if not skips:
             return sums(whole)[0]

@@ -126,12 +126,19 @@ def counted(params, batch):
     return pa.Weighted(mean(params, batch) * len(batch["x"]), len(batch["x"]))
 
 
+def several(params, batch):
+    """Two means, over samples and over a count on the device."""
+    positive = (batch["x"][:, 0] > 0).sum()
+    return counted(params, batch) + 0.5 * pa.Weighted(total(params, batch), positive)
+
+
 def total(params, batch):
     return call(params, batch["x"]).square().sum()
 
 
 FORMS = {
     "weight on the host": (counted, {}),
+    "sum of Weighted": (several, {}),
     "sum": (total, {"reduction": "sum"}),
     "noise": (mean, {"noise": True}),
     "keys": (keyed, {"keys": True}),
@@ -334,12 +341,22 @@ def reported(params, batch):
     return pa.memory_report(step, step.init(params), batch) and ()
 
 
+def scanned(params, batch, keep="device"):
+    def chunk(params, before, x):
+        out = call(params, x + before.tanh())
+        return before + x.mean(0), out.square().sum()
+
+    run = pa.scan(chunk, chunk_size=SIZE, reduce="sum", keep=keep)
+    return run(params, torch.zeros_like(batch["x"][0]), batch["x"])[1]
+
+
 FUNCTIONS = {
     "grad and value": pa.grad_and_value(mean, microbatch_size=SIZE),
     "sizes": pa.grad(weighted, microbatch_size=[5, 17]),
     "value": pa.value(weighted, microbatch_size=SIZE),
     "float64": pa.grad(mean, microbatch_size=SIZE, dtype=torch.float64),
     "gradients of rows": torch.func.grad(coupled, argnums=1),
+    "scan": torch.func.grad(scanned),
     "accumulator": accumulated,
     "samples": of_samples,
     "private": private,
@@ -403,6 +420,10 @@ for name in ("AdamW", "RMSprop"):
     )
 WAITS["save and load"] = partial(Case, saved, given)
 WAITS["check_accumulation"] = partial(Case, compared, given)
+WAITS["a sum of Weighted that skips"] = partial(
+    of_step, several, OPTIMIZERS["sgd"], nonfinite="skip"
+)
+WAITS["a sequence kept on the host"] = partial(Case, pa.grad(partial(scanned, keep="host")), given)
 WAITS["rows kept on the host"] = partial(Case, pa.grad(partial(coupled, keep="host")), given)
 
 

@@ -25,6 +25,22 @@ def test_rows_kept_on_the_host_have_the_bits_of_those_on_the_device(gradient):
     assert_trees_bitwise_equal(called(gradient, "host"), called(gradient, "device"))
 
 
+@GRADIENTS
+def test_a_sequence_kept_on_the_host_has_the_bits_of_one_on_the_device(gradient):
+    """Its carries lie there too, and the outputs; the last carry is on the device."""
+    w, x = torch.tensor(2.0, device="cuda"), torch.arange(1.0, 12, device="cuda")
+
+    def of(keep):
+        run = pa.scan(lambda w, h, x: (h + (w * x).sum(), h * x), chunk_size=3, keep=keep)
+        h, ys = run(w, torch.ones((), device="cuda"), x)
+        assert h.is_cuda
+        assert ys.is_cuda == (keep == "device")
+        loss = lambda w, x: run(w, w * 0 + 1, x)[1].cuda().sum() + run(w, w, x)[0]  # noqa: E731
+        return gradient(loss)(w, x)
+
+    assert torch.equal(of("host"), of("device"))
+
+
 def test_rows_that_come_back_to_the_host_may_be_read_there():
     params, batch = (moved(tree, "cuda") for tree in whole_numbers())
     options = {"microbatch_size": 3, "keep": "host"}
