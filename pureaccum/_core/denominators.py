@@ -68,7 +68,7 @@ def summed(
     keep = [not skips or bool(torch.isfinite(x.value)) for x in entries]
     while True:
         kept = [x for x, its in zip(each, keep, strict=True) if its]
-        zero = torch.zeros(len(each[0]) if each else known.terms, device=leaves[0].device)
+        zero = torch.zeros(len(each[0]) if each else known.terms or 0, device=leaves[0].device)
         whole = of_all_ranks(torch.stack([zero.double(), *kept]).sum(0))
         random_state.restore(before)
         if not skips:
