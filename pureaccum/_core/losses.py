@@ -137,7 +137,8 @@ def divisor(weight: Any, plain: Any = False) -> Any:
 
     Where nothing had any weight it is inf, which makes gradients zero.
     """
-    weight = terms.whole_weight(weight)
+    if isinstance(weight, Tensor) and weight.dim():
+        weight = terms.whole_weight(weight)
     by = trees.select(weight == 0, torch.inf, weight)
     return by if plain is False else trees.select(plain, 1.0, by)
 

@@ -51,7 +51,8 @@ class Weighted(NamedTuple):
         >>> batch = {"x": torch.tensor([1.0, 3.0, 7.0]), "mask": torch.tensor([1, 1, 0])}
         >>> value(loss, microbatch_size=1)(torch.tensor(2.0), batch)
         tensor(4.)
-        >>> both = lambda w, batch: loss(w, batch) + 0.5 * Weighted(w * len(batch["x"]), 1)
+        >>> def both(w, batch):
+        ...     return loss(w, batch) + 0.5 * Weighted(w * len(batch["x"]), len(batch["x"]))
         >>> value(both, microbatch_size=1)(torch.tensor(2.0), batch)
         tensor(5.)
     """

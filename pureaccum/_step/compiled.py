@@ -302,7 +302,7 @@ class CompiledStep:
         with random_state.put_back(state.samples.device):  # what is drawn is drawn once more
             for part in batches.cut_batch(flat, plans.size_of(plan) or flat.rows or 1):
                 rows = batches.read_batch(part).rows or 0
-                program = self.graph("weights", False, (kind, rows))
+                program = self.graph("counted", False, (kind, rows))
                 found.append(refusals.attempt(program, (state, beside, part, before), eagerly))
                 before = before + rows
         whole = torch.stack(found).sum(0)

@@ -3,7 +3,7 @@
 Each of these functions becomes a graph when it is first called:
 
     whole     a step over a batch: a window is begun, each microbatch added, and the window applied
-    weights   those of a microbatch, of a sum of ``Weighted``: see _core/denominators.py
+    counted   the weights of a microbatch, of a sum of ``Weighted``: see _core/denominators.py
     first     a window of one microbatch
     more      one more microbatch, added to a window
     applied   the next state, from a window
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from .._base import trees
 from .._base.torch_internals import compiler
-from .._core import batches, reductions, terms
-from .._core.weights import Microbatch, power_of_two
+from .._core import batches, reductions, terms, weights
 from . import microbatch_loss, next_state, plans, recipes, scan, windows
 from .state import StepInfo, StepWindow, TrainState
 
@@ -46,7 +45,7 @@ def programs(plan: plans.Plan, settings: Mapping[str, Any]) -> Callable[..., Pro
     def whole(state: TrainState, beside: Beside, batch: recipes.Arranged) -> Any:
         return whole_step(microbatch_loss.with_shared(plan, *beside), state, batch)
 
-    def weights(state: TrainState, beside: Beside, part: trees.Tree, before: Tensor) -> Any:
+    def counted(state: TrainState, beside: Beside, part: trees.Tree, before: Tensor) -> Any:
         own = microbatch_loss.with_shared(plan, *beside)
         window = windows.begin_window(plan, state)._replace(rows=before)
         # The compiler sees that nobody uses the gradient.
@@ -66,7 +65,7 @@ def programs(plan: plans.Plan, settings: Mapping[str, Any]) -> Callable[..., Pro
     def applied(state: TrainState, window: StepWindow, unit: float, aux: trees.Tree) -> Any:
         return windows.applied_window(plan, state, window, unit, aux)
 
-    functions = {function.__name__: function for function in (whole, weights, first, more, applied)}
+    functions = {function.__name__: function for function in (whole, counted, first, more, applied)}
 
     def get(name: str, in_place: bool, key: Any, cpp: bool = False) -> Program:
         kind = name, in_place, key
@@ -124,7 +123,7 @@ def whole_step(
     return windows.applied_window(plan, state, window, unit, next_state.finished_aux(aux))
 
 
-def seen_of(plan: plans.Plan, entry: Microbatch) -> Seen:
+def seen_of(plan: plans.Plan, entry: weights.Microbatch) -> Seen:
     """What is kept of a microbatch to reduce its aux: that, its share, and whether it is finite."""
     if not plan.calling.has_aux:
         return NOTHING
@@ -150,7 +149,7 @@ def reduced_aux(
 
 def unit_of(plan: plans.Plan) -> float:
     """What the sums of a batch that is looped over are still to be multiplied by."""
-    return power_of_two(plans.size_of(plan) or 1) if plan.rule.reduction == "mean" else 1.0
+    return weights.power_of_two(plans.size_of(plan) or 1) if plan.rule.reduction == "mean" else 1.0
 
 
 def has_cuda_graphs(settings: Mapping[str, Any]) -> bool:
