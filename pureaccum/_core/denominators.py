@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._base import random_state
 from .._base.torch_internals import modes
-from . import terms, windows
+from . import terms, windows, writes
 from .weights import Microbatch
 
 
@@ -41,9 +41,11 @@ def summed(
 ) -> T:
     """What ``sums`` gives of a batch that is cut; ``count`` only reads its microbatches.
 
-    Whether there is anything to count shows once the loss was called. Then that call is undone.
+    Whether there is anything to count shows once the loss was called. Then that call is undone. (A
+    graph, which depends on all that is known, knows nothing.)
     """
-    known, leaves = loss.known, loss.given[0].leaves
+    known = writes.Known() if torch.compiler.is_dynamo_compiling() else loss.known
+    leaves = loss.given[0].leaves
     if not known.terms:
         before = _generators(leaves) if known.terms is None else []
         try:

@@ -159,10 +159,12 @@ def joined(run):
     return lambda *given: (lambda h, ys: torch.cat([h.flatten(), ys.sin().flatten()]))(*run(*given))
 
 
+QUICK = [("scan", "params"), ("scan", "sequence"), ("time inside", "all")]
 CASES = [*((form, by) for form in FORMS for by in ("params", "all")), ("scan", "carry")]
+SLOW = [pytest.param(*it, marks=pytest.mark.slow) for it in CASES if it not in QUICK]
 
 
-@pytest.mark.parametrize(("form", "by"), [*CASES, ("scan", "sequence")])
+@pytest.mark.parametrize(("form", "by"), [*QUICK, *SLOW])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_every_derivative_is_that_of_the_loop(derivative, form, by):
     ours, theirs = (DERIVATIVES[derivative](*BY[by](joined(f))) for f in (FORMS[form], over_time))
@@ -191,7 +193,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(it, marks=pytest.mark.slow if "compiled" in it else ()) for it in PROGRAMS],
+)
 def test_losses_of_our_own_functions_hold_it(name):
     rows = XS.transpose(0, 1)  # samples first
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum._core.auto_size import counting
 from tests.core.nests import NESTS
+from tests.tables import every_night
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
@@ -83,13 +84,16 @@ def grows(nest, run, few=4):
 USED = [it for it in NESTS if "pa." not in it and "step" not in it]
 
 
-@pytest.mark.parametrize("nest", USED)
+@pytest.mark.parametrize(
+    "nest",
+    [pytest.param(it, marks=pytest.mark.slow if i % 4 else ()) for i, it in enumerate(USED)],
+)
 def test_a_nest_of_transforms_takes_the_memory_of_one_chunk(nest):
     assert not grows(nest, RUNS["scan"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nest", USED)
+@pytest.mark.parametrize("nest", every_night(USED, but=("backward", "jvp of grad")))
 def test_so_it_does_where_parameters_are_captured(nest):
     assert not grows(nest, RUNS["captured"])
 
@@ -98,7 +102,10 @@ def test_a_scan_of_scans_takes_the_memory_of_one_inner_chunk_and_the_carries():
     assert not grows("backward", RUNS["scan of a scan"], few=8)
 
 
-@pytest.mark.parametrize("nest", [it for it in USED if it not in ("value", "jvp")])
+OTHERS = [it for it in USED if it not in ("value", "jvp")]
+
+
+@pytest.mark.parametrize("nest", every_night(OTHERS, but=("grad", "backward", "jvp of grad")))
 def test_the_loop_takes_more(nest):
     """The control: it fails the law."""
     assert grows(nest, looped(chunk))

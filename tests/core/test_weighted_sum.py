@@ -119,12 +119,10 @@ FORMS = {
     "scaled step": lambda n: taken(n, loss_scale=SCALE),
     "donated step": lambda n: taken(n, donate=True),
     "step that skips": lambda n: taken(n, nonfinite="skip"),
-    "compiled step": lambda n: taken(n, compile={"backend": "eager"}),
     "stream": in_stream,
     "donated stream": lambda n: in_stream(n, donate=True),
     "merged": merged,
     "window": in_window,
-    "compiled window": lambda n: in_window(n, compile={"backend": "eager"}),
 }
 
 
@@ -151,6 +149,17 @@ def test_it_has_the_bits_of_the_full_batch(form, seed, rows, size, terms, empty)
         return
     assert torch.equal(grads, want)
     assert value.double() == number.double()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [taken, in_window])
+@pytest.mark.parametrize(("size", "empty"), [(5, ()), (12, (1,)), (1, (0, 1, 2))])
+def test_compiled_steps_have_these_bits_too(form, size, empty):
+    w, batch = problem(size, 12, 3, empty)
+    grads, value = form(size, compile={"backend": "eager"})(loss, w, batch)
+    want, number = torch.func.grad_and_value(full)(w, batch)
+    assert value.isnan() if number.isnan() else value.double() == number.double()
+    assert torch.equal(grads, torch.zeros(3) if number.isnan() else want)
 
 
 @pytest.mark.parametrize("size", [None, 1, 5, 12])

@@ -1,5 +1,7 @@
 """A sum of ``Weighted`` over ranks: each term's weight is that of the samples of all of them."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,18 +54,27 @@ def own(share, rank):
     return {key: x[start:end] for key, x in BATCH.items()}
 
 
+def check(rank, names, shares):
+    want, value = torch.func.grad_and_value(full)(W)
+    for name, share in itertools.product(names, shares):
+        step = pa.make_step(loss, pa.sgd(1.0), group=dist.group.WORLD, **FORMS[name])
+        state = step.init(W)
+        for _ in range(2):  # the first call finds out
+            new, info = step(state, own(share, rank))
+            assert same(W - new.params, want), (name, share)
+            assert info.loss == value, (name, share)
+            assert info.applied, (name, share)
+
+
 @on_ranks(2)
 def test_it_is_the_full_batch_however_samples_are_shared_out(rank, world):
-    want, value = torch.func.grad_and_value(full)(W)
-    for name, options in FORMS.items():
-        for share in [*SHARES][: 2 if name == "compiled" else 3]:
-            step = pa.make_step(loss, pa.sgd(1.0), group=dist.group.WORLD, **options)
-            state = step.init(W)
-            for _ in range(2):  # the first call finds out
-                new, info = step(state, own(share, rank))
-                assert same(W - new.params, want), (name, share)
-                assert info.loss == value, (name, share)
-                assert info.applied, (name, share)
+    check(rank, ("cut", "whole", "scaled"), SHARES)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_so_it_is_where_ranks_compile_their_steps(rank, world):
+    check(rank, ("compiled",), ("one has none", "uneven"))
 
 
 @on_ranks(2)
