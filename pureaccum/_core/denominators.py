@@ -41,10 +41,9 @@ def summed(
 ) -> T:
     """What ``sums`` gives of a batch that is cut; ``count`` only reads its microbatches.
 
-    Whether there is anything to count shows once the loss was called. Then that call is undone. (A
-    graph, which depends on all that is known, knows nothing.)
+    Whether there is anything to count shows once the loss was called. Then that call is undone.
     """
-    known = writes.Known() if torch.compiler.is_dynamo_compiling() else loss.known
+    known = writes.Known() if torch.compiler.is_dynamo_compiling() else loss.known  # no guards
     leaves = loss.given[0].leaves
     if not known.terms:
         before = _generators(leaves) if known.terms is None else []
