@@ -256,7 +256,10 @@ def test_what_is_left_out_stays_out_though_nothing_else_has_its_weight():
 # Two sweeps -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", [gradient(3), taken(3), taken(3, compile={"backend": "eager"})])
+COMPILED = pytest.param(taken(3, compile={"backend": "eager"}), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("run", [gradient(3), taken(3), COMPILED])
 def test_random_weights_are_drawn_alike_in_both_sweeps(run):
     """A word is kept or not; the two means are over one and the other."""
     w, batch = problem(0, 12, 2)

@@ -106,6 +106,7 @@ def test_a_scan_goes_back_through_all_steps_and_truncation_does_not():
     assert 2 * memory["scan"] < memory["truncated at half"] < memory["autograd"]
 
 
+@pytest.mark.slow
 def test_linear_attention_learns_the_same_in_less():
     """One text at a time, in chunks of which the last one is short."""
     seen = main("linear_attention")(rows=2, length=250, size=16, words=32, steps=6)
