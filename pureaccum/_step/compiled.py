@@ -65,7 +65,7 @@ class CompiledStep:
             return whole_step.step_whole(self.of_dtensors, state, batch, *shared)
         given = *microbatch_loss.what_is_shared(plan), writes.Given("batch", leaves, spec)
         kind = kind_of(old, *given)
-        if kind not in self.recipes and not self.check_batch(plan, state, batch, given):
+        if kind not in self.asked and not self.check_batch(plan, state, batch, given):
             return whole_step.step_whole(plan, state, batch)
         checks.refuse_autocast_cache([state.samples])
         began = state
@@ -73,13 +73,14 @@ class CompiledStep:
             rows = batches.read_batch(batch).rows or 0
             first = state.samples + ranks.before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
-        self.ask(kind, plan, state, batches.read_batch(batch), given)
+        flat = batches.read_batch(batch)
+        self.ask(kind, plan, state, flat, given)
         eagerly = partial(whole_step.step_whole, self.alone, state, batch, *shared)
-        plan = self.counted(kind, plan, began, batches.read_batch(batch), eagerly)
+        plan = self.counted(kind, plan, began, flat, eagerly)
         kind = kind, plan.calling.whole is None
 
         def make(free: recipes.Freedom | None) -> recipes.Recipe:
-            return recipes.recipe_for(plan, state, batches.read_batch(batch), self.of_batches, free)
+            return recipes.recipe_for(plan, state, flat, self.of_batches, free)
 
         def call(recipe: recipes.Recipe) -> Any:
             parts = recipe.arrange(leaves)

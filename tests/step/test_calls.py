@@ -73,6 +73,16 @@ def test_a_step_over_four_microbatches_calls_no_more_functions_than_this(name):
     assert calls(lambda: step(state, BATCH)) <= ceiling
 
 
+@pytest.mark.slow
+def test_a_compiled_step_calls_no_more_functions_than_this():
+    """What a kind of batch decides is decided at its first call."""
+    step = pa.make_step(plain, pa.sgd(0.1), microbatch_size=8, compile={"backend": "eager"})
+    state = step.init({"w": torch.ones(8, 4)})
+    for _ in range(2):
+        step(state, BATCH)
+    assert calls(lambda: step(state, BATCH)) <= 34
+
+
 def layers(count, by):
     """The primitive over four microbatches, each of some layers, and what is asked of it."""
     rows, w = BATCH["x"], torch.ones(8, 8, requires_grad=True)
