@@ -24,6 +24,12 @@ class Arguments(NamedTuple):
     cuts: list[gathered.Cut]
     filled: Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any]]]
 
+    @property
+    def over(self) -> sharded_rows.Over:
+        """Over which ranks the rows of what is cut lie."""
+        found = (cut.over for cut in self.cuts if isinstance(cut, gathered.Rows))
+        return next(found, sharded_rows.NOWHERE)
+
     @staticmethod
     def of(
         args: Sequence[Any], kwargs: dict[str, Any], batches: Container[Any] = (), dim: int = 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._base import checks, random_state, sharded_rows, trees
+from .._base import checks, random_state, trees
 from .._base.torch_internals import autograd, functorch, modes
 from . import auto_size, batches, exchange, gathered, losses, recomputation, rule, writes
 from .arguments import Arguments, with_rows_on_host
@@ -119,11 +119,7 @@ def microbatch(
         device = None
         if keep == "host":
             arguments, device = with_rows_on_host(arguments)
-        over = next(
-            (cut.over for cut in arguments.cuts if isinstance(cut, gathered.Rows)),
-            sharded_rows.NOWHERE,
-        )
-        outputs = Outputs(reduce, sizes, dim, device, over)
+        outputs = Outputs(reduce, sizes, dim, device, arguments.over)
         with batches.cutting(len(sizes), sized=True):
             return call_microbatched(told, arguments, outputs, known)
 

@@ -99,10 +99,11 @@ def scan(
         rows = batches.rows_to_cut(batches.read_batch(cut, "args", dim), "args", one_by_one=True)
         sizes = batches.sizes_of_batch(rows, size, "chunk_size") or [0]
         arguments = Arguments.of(args, kwargs, cut, dim)
-        over, host = _ranks_of(arguments), None
+        _refuse_sharded_steps(arguments.over)
+        host = None
         if keep == "host":
             arguments, host = with_rows_on_host(arguments)
-        made = outputs.Outputs(reduce, sizes, dim, host, over)
+        made = outputs.Outputs(reduce, sizes, dim, host, arguments.over)
         with batches.cutting(len(sizes), sized=True):
             carry, outs = _over_chunks(told, arguments, made, known, host)
         return (carry if rows else args[CARRY]), made.finish(outs, arguments.tensors)
@@ -210,16 +211,12 @@ def _look(x: Any) -> str:
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 
 
-def _ranks_of(arguments: Arguments) -> sharded_rows.Over:
-    """Over which ranks a sequence lies, which is not cut between them."""
-    found = (x.over for x in arguments.cuts if isinstance(x, gathered.Rows))
-    over = next(found, sharded_rows.NOWHERE)
+def _refuse_sharded_steps(over: sharded_rows.Over) -> None:
     if over != sharded_rows.NOWHERE and over[1]:
         raise TypeError(
             "a sequence is a DTensor whose steps lie on several ranks, and a carry goes from one "
             "chunk to the next. Shard another dim, such as that of samples, or x.full_tensor()."
         )
-    return over
 
 
 # On the host -------------------------------------------------------------------------------------
