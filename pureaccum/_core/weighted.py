@@ -110,8 +110,10 @@ class WeightedSum(NamedTuple):
             )
         terms = [*self.terms]
         for term in (other,) if isinstance(other, Weighted) else other.terms:
-            its: Any = term.weight  # a tensor: numbers may be equal by chance
-            alike = [i for i, x in enumerate(terms) if x.weight is its and isinstance(its, Tensor)]
+            plain = (
+                type(term.weight) is type(term.total) is Tensor
+            )  # numbers may be equal by chance
+            alike = [i for i, x in enumerate(terms) if plain and x.weight is term.weight]
             if alike:
                 terms[alike[0]] = _over_one_weight(terms[alike[0]], term)
             else:
@@ -132,13 +134,10 @@ def _negative(x: Any) -> Any:
 
 
 def _over_one_weight(a: Weighted, b: Weighted) -> Weighted:
-    """The sum of two means over one weight: without weight, each adds its total if it is finite."""
+    """The sum of two means over one weight, of whose totals each counts as it does by itself."""
     weight: Any = a.weight
-    totals = [
-        torch.where((weight != 0) | ((x - x) == 0), x, torch.zeros_like(x))
-        for x in (a.total, b.total)
-    ]
-    return Weighted(totals[0] + totals[1], weight)
+    first, second = (counted_total(x, counts(x, weight)) for x in (a.total, b.total))
+    return Weighted(first + second, weight)
 
 
 def _number(factor: Any, sign: str) -> Any:
