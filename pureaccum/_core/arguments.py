@@ -23,12 +23,7 @@ class Arguments(NamedTuple):
     tensors: list[Tensor]
     cuts: list[gathered.Cut]
     filled: Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any]]]
-
-    @property
-    def over(self) -> sharded_rows.Over:
-        """Over which ranks the rows of what is cut lie."""
-        found = (cut.over for cut in self.cuts if isinstance(cut, gathered.Rows))
-        return next(found, sharded_rows.NOWHERE)
+    over: sharded_rows.Over  # over which ranks the rows of what is cut lie
 
     @staticmethod
     def of(
@@ -63,7 +58,7 @@ class Arguments(NamedTuple):
             given = [make(tensors) for make in makers]
             return given[:count], dict(zip(names, given[count:], strict=True))
 
-        return Arguments(tensors, cuts, filled)
+        return Arguments(tensors, cuts, filled, over)
 
 
 _TENSOR = object()

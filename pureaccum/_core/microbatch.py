@@ -177,7 +177,7 @@ class _Call:
     """A call of a microbatched function. The rule keeps it, so it holds none of the tensors."""
 
     def __init__(self, func: Callable[..., trees.Tree], arguments: Arguments, outputs: Any) -> None:
-        _, self.cuts, self.filled = arguments
+        self.cuts, self.filled = arguments.cuts, arguments.filled
         self.func, self.outputs = func, outputs
 
     def bare(self, _p: int, operands: rule.Tensors, *_: Any) -> trees.Tree:
