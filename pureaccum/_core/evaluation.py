@@ -27,9 +27,8 @@ from . import (
     whole_batch,
     writes,
 )
-from .arguments import Arguments
 from .layers import order
-from .microbatch import call_microbatched
+from .microbatch import call_rematerialised
 from .reductions import check_reduce
 from .seams import Rule
 from .weighted import WeightedSum
@@ -182,9 +181,7 @@ def _of_part(
         given = [filled[i] for i in range(len(args))]
         if not modes.transform_active():
             return making.run(*given, **kwargs)
-        # A function of one piece, of which nothing is kept.
-        arguments = Arguments.of(given, kwargs)
-        return call_microbatched(judged, arguments, outputs.Whole(), making.known, guards=False)
+        return call_rematerialised(judged, given, kwargs, making.known, guards=False)
 
     return loss, tuple(leaves)  # a list would be leaves to differentiate with respect to
 

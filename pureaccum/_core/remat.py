@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._base import checks, trees
-from . import arguments, losses, microbatch, outputs, writes
+from . import losses, microbatch, writes
 
 
 def remat(func: Callable[..., trees.Tree]) -> Callable[..., trees.Tree]:
@@ -55,9 +55,7 @@ def remat(func: Callable[..., trees.Tree]) -> Callable[..., trees.Tree]:
     def rematerialised(*args: Any, **kwargs: Any) -> trees.Tree:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        return microbatch.call_microbatched(
-            told, arguments.Arguments.of(args, kwargs), outputs.Whole(), known
-        )
+        return microbatch.call_rematerialised(told, args, kwargs, known)
 
     return rematerialised
 
