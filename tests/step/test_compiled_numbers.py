@@ -113,10 +113,19 @@ CASES = {
     "a new tensor": Case(lambda r, t: r.mean() * torch.full((), t, dtype=F64), (1, 2.5)),
 }
 IN_SHORT = ("1 - decay", "an int that is divided")
+ALIKE = ("linear decay", "since", "Weighted, 1 - decay", "in bfloat16", "a masked int", "a slice")
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in IN_SHORT else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+    "name",
+    [
+        *IN_SHORT,
+        *(
+            pytest.param(n, marks=pytest.mark.nightly if n in ALIKE else pytest.mark.slow)
+            for n in CASES
+            if n not in IN_SHORT
+        ),
+    ],
 )
 def test_a_number_in_the_batch_is_the_constant_that_it_is_without_the_compiler(name):
     """A graph a value, in any order; a value that came before has its graph."""
@@ -421,7 +430,7 @@ def test_a_bool_chooses_the_code():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("numbers", [(0.9999, 0.5), (1, 3)])
+@pytest.mark.parametrize("numbers", every_night([(0.9999, 0.5), (1, 3)], but=[(0.9999, 0.5)]))
 def test_a_number_is_a_constant_by_inductor(numbers):
     ours, eager = pair(of_batch, pa.sgd(0.01), compile=True)
     state = ours.init(torch.ones(3, 1))
