@@ -28,8 +28,8 @@ from . import (
     writes,
 )
 from .layers import order
-from .microbatch import call_rematerialised
 from .reductions import check_reduce
+from .remat import call_rematerialised
 from .seams import Rule
 from .weighted import WeightedSum
 from .weights import NoRowsError

@@ -173,17 +173,6 @@ def call_microbatched(
     return outputs.finish(outs, operands)
 
 
-def call_rematerialised(
-    func: Callable[..., trees.Tree],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    known: writes.Known,
-    guards: bool = True,
-) -> trees.Tree:
-    """A function as a single piece, of which nothing is kept but what it returns."""
-    return call_microbatched(func, Arguments.of(args, kwargs), Whole(), known, guards)
-
-
 class _Call:
     """A call of a microbatched function. The rule keeps it, so it holds none of the tensors."""
 

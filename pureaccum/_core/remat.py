@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .._base import checks, trees
-from . import losses, microbatch, writes
+from . import losses, microbatch, outputs, writes
+from .arguments import Arguments
 
 
 def remat(func: Callable[..., trees.Tree]) -> Callable[..., trees.Tree]:
@@ -55,9 +56,21 @@ def remat(func: Callable[..., trees.Tree]) -> Callable[..., trees.Tree]:
     def rematerialised(*args: Any, **kwargs: Any) -> trees.Tree:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        return microbatch.call_rematerialised(told, args, kwargs, known)
+        return call_rematerialised(told, args, kwargs, known)
 
     return rematerialised
+
+
+def call_rematerialised(
+    func: Callable[..., trees.Tree],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    known: writes.Known,
+    guards: bool = True,
+) -> trees.Tree:
+    """A function as a single piece, of which nothing is kept but what it returns."""
+    given = Arguments.of(args, kwargs)
+    return microbatch.call_microbatched(func, given, outputs.Whole(), known, guards)
 
 
 def remat_sequential(

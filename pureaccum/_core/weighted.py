@@ -110,9 +110,8 @@ class WeightedSum(NamedTuple):
             )
         terms = [*self.terms]
         for term in (other,) if isinstance(other, Weighted) else other.terms:
-            plain = (
-                type(term.weight) is type(term.total) is Tensor
-            )  # numbers may be equal by chance
+            # Numbers may be equal by chance.
+            plain = type(term.weight) is type(term.total) is Tensor
             alike = [i for i, x in enumerate(terms) if plain and x.weight is term.weight]
             if alike:
                 terms[alike[0]] = _over_one_weight(terms[alike[0]], term)

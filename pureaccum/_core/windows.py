@@ -18,7 +18,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from .._base import checks, dtensors, random_state, refusals
 from .._base.torch_internals import autograd, functorch, modes
-from . import coupling, engines, losses, microbatch, outputs, weights, writes
+from . import coupling, engines, losses, outputs, remat, weights, writes
 from .layers import order
 from .seams import Engine, Portion, Seams, Window, judged_below, of_total, taking
 from .sums import Sums, Terms
@@ -74,7 +74,7 @@ def reader(call: coupling.LossOfPart, known: writes.Known, window: Window, way: 
         if not modes.transform_active() or functorch.forward_ad_active():
             return entry_of(way.leaves, part).tree
         given = (way.leaves, part)
-        return microbatch.call_rematerialised(entry_of, given, {}, known, guards=False)
+        return remat.call_rematerialised(entry_of, given, {}, known, guards=False)
 
     return read
 
@@ -114,7 +114,7 @@ def out_of_place(
             added, entry = terms_of(way.leaves, part).tree
         else:
             given = (way.leaves, part)
-            added, entry = microbatch.call_rematerialised(terms_of, given, {}, known, guards=False)
+            added, entry = remat.call_rematerialised(terms_of, given, {}, known, guards=False)
         if added:
             pairs = zip(sums.tensors, added, strict=True)
             new = [y if x is None else x if y is None else x + y for x, y in pairs]

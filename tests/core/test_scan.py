@@ -95,6 +95,19 @@ def by_backward(f, params, h, xs):
     return dict(zip(names, ps, strict=True)), gh, gx
 
 
+@given(cuts, st.permutations(range(STEPS)))
+def test_the_largest_of_all_chunks_alone_has_a_gradient(cut, order):
+    xs, w = torch.tensor([float(x) for x in order]), torch.tensor(3.0)
+
+    def largest(w, xs):
+        run = pa.scan(lambda w, h, x: (h + x.sum(), (w * x).amax()), chunk_size=cut, reduce="max")
+        return run(w, torch.zeros(()), xs)[1]
+
+    of_w, of_xs = grad(largest, (0, 1))(w, xs)
+    assert of_w == STEPS - 1
+    assert torch.equal(of_xs, 3.0 * (xs == STEPS - 1))
+
+
 # Every derivative ------------------------------------------------------------------------------
 
 

@@ -154,7 +154,14 @@ def test_it_has_the_bits_of_the_full_batch(form, seed, rows, size, terms, empty)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "size", "empty"),
-    [(taken, 5, ()), (in_window, 12, (1,)), (taken, 1, (0, 1, 2))],
+    [
+        (taken, 5, ()),
+        (in_window, 12, (1,)),
+        (taken, 1, (0, 1, 2)),
+        pytest.param(in_window, 5, (), marks=pytest.mark.nightly),
+        pytest.param(taken, 12, (1,), marks=pytest.mark.nightly),
+        pytest.param(in_window, 1, (0, 1, 2), marks=pytest.mark.nightly),
+    ],
 )
 def test_compiled_steps_have_these_bits_too(form, size, empty):
     w, batch = problem(size, 12, 3, empty)

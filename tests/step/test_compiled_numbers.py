@@ -119,12 +119,10 @@ ALIKE = ("linear decay", "since", "Weighted, 1 - decay", "in bfloat16", "a maske
 @pytest.mark.parametrize(
     "name",
     [
-        *IN_SHORT,
-        *(
-            pytest.param(n, marks=pytest.mark.nightly if n in ALIKE else pytest.mark.slow)
-            for n in CASES
-            if n not in IN_SHORT
-        ),
+        n
+        if n in IN_SHORT
+        else pytest.param(n, marks=pytest.mark.nightly if n in ALIKE else pytest.mark.slow)
+        for n in CASES
     ],
 )
 def test_a_number_in_the_batch_is_the_constant_that_it_is_without_the_compiler(name):
