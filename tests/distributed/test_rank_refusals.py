@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,6 +235,27 @@ def do_not_meet(rank, world):
         assert_trees_bitwise_equal(state.params, before)
         alone(state, torch.ones(2, 2))
         dist.barrier()
+
+
+def aborts(times, folder, rank, world):
+    """The second rank, in so many runs of the group."""
+    ran = Path(folder) / str(rank)
+    before = len(ran.read_text()) if ran.exists() else 0
+    ran.write_text("." * (before + 1))
+    dist.barrier()
+    if rank == 1 and before < times:
+        os.abort()
+    return before
+
+
+def test_a_group_whose_memory_is_corrupt_runs_once_more_and_no_oftener(tmp_path):
+    """Of tests/ranks.py: what aborts twice has failed."""
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    once.mkdir()
+    twice.mkdir()
+    assert run_on_ranks(2, functools.partial(aborts, 1, str(once))) == [End(1), End(1)]
+    _, second = run_on_ranks(2, functools.partial(aborts, 2, str(twice)))
+    assert second.failure == "died with exit code -6"
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
