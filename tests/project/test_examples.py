@@ -275,7 +275,7 @@ def torchrun(ranks, name, *words):
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     run = partial(subprocess.run, capture_output=True, text=True, timeout=240, env=env, check=False)
     ended = run(command)
-    # as tests/ranks.py says: a process of gloo's sometimes aborts when all is done, and rarely before
+    # as tests/ranks.py says: a process of gloo's may abort when all is done, and rarely before
     aborted = "terminate called without an active exception" in ended.stderr
     if not aborted and re.search(r"Signal (6|7|11) \(", ended.stderr):
         ended = run(command)
