@@ -12,9 +12,9 @@ import torch
 from hypothesis import Phase, settings
 
 
-settings.register_profile("dev", max_examples=5, deadline=None, print_blob=True)
+settings.register_profile("dev", max_examples=4, deadline=None, print_blob=True)
 settings.register_profile(
-    "ci", max_examples=12, deadline=None, print_blob=True, derandomize=True, database=None
+    "ci", max_examples=10, deadline=None, print_blob=True, derandomize=True, database=None
 )
 settings.register_profile("thorough", max_examples=1000, deadline=None, print_blob=True)
 # For copies of the package with a fault in them: to fail is enough, the smallest example is not

@@ -42,9 +42,9 @@ FILES = [
         pytest.param(
             [HERE / f"{name}.py" for name in names],
             id=", ".join(names),
-            marks=pytest.mark.slow if i else (),
+            marks=pytest.mark.slow,
         )
-        for i, names in enumerate(ON_THE_DEVICE)
+        for names in ON_THE_DEVICE
     ),
     pytest.param([HERE / "launches.py"], id="launches", marks=pytest.mark.slow),
     pytest.param([HERE / "compiled.py"], id="compiled", marks=[TRITON, pytest.mark.slow]),

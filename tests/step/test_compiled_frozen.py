@@ -71,7 +71,7 @@ FORMS = {
     "open sizes": {"compile": {"backend": "eager", "dynamic": True}},
     "inductor": {"microbatch_size": None, "compile": True},
 }
-# Every form with one of them at least, and the plain ones with two; the first of each is quick.
+# Every form with one of them at least, and the plain ones with two.
 PAIRS = {
     "LoRA": ("scan", "unrolled", "a donated stream", "open sizes"),
     "a layer": ("unrolled", "stream", "donated", "a policy"),
@@ -81,11 +81,7 @@ PAIRS = {
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [
-        pytest.param(n, f, id=f"{n}-{f}", marks=slow if i or n != "LoRA" else ())
-        for n, forms in PAIRS.items()
-        for i, f in enumerate(forms)
-    ],
+    [pytest.param(n, f, id=f"{n}-{f}", marks=slow) for n, forms in PAIRS.items() for f in forms],
 )
 def test_a_step_over_what_is_frozen_in_part_is_the_eager_one(name, form):
     """And the module is as it was."""

@@ -112,7 +112,7 @@ CASES = {
     "an argument": Case(lambda r, t: F.leaky_relu(r - 1, t).mean(), (0.1, 0.2)),
     "a new tensor": Case(lambda r, t: r.mean() * torch.full((), t, dtype=F64), (1, 2.5)),
 }
-IN_SHORT = ("1 - decay", "an int that is divided")
+IN_SHORT = ("1 - decay",)
 ALIKE = ("linear decay", "since", "Weighted, 1 - decay", "in bfloat16", "a masked int", "a slice")
 
 
@@ -363,7 +363,13 @@ def test_two_numbers_have_eight_values_each():
 
 
 @pytest.mark.parametrize("dtype", [F32, pytest.param(F64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [lambda i: i / 16, lambda i: i], ids=["float", "int"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(lambda i: i / 16, id="float"),
+        pytest.param(lambda i: i, id="int", marks=pytest.mark.slow),
+    ],
+)
 def test_a_tensor_may_change_at_every_step(number, dtype):
     """That which the refusal writes, as eager takes it."""
     settings, graphs = counting()
