@@ -14,8 +14,8 @@ too. So a rank first tells what came, and then ends without running any destruct
 before that has died of a fault.
 
 Rarely, memory of such a process is found corrupt while it runs (one in some thousand groups; under
-valgrind the same work has no invalid access, so threads race). Nothing here but torch has memory
-to corrupt. So a group in which a rank dies of a signal runs once more, and says so: what dies
+valgrind the same work has no invalid access, so threads race). Our code is Python alone and cannot
+corrupt any. So a group in which a rank dies of a signal runs once more, and says so: what dies
 twice has failed.
 """
 
