@@ -15,8 +15,8 @@ before that has died of a fault.
 
 Rarely, memory of such a process is found corrupt while it runs (one in some thousand groups; under
 valgrind the same work has no invalid access, so threads race). Our code is Python alone and cannot
-corrupt any. So a group in which a rank dies of a signal runs once more, and says so: what dies
-twice has failed.
+corrupt any. So a group in which a rank dies of such a signal runs once more, and says so: what
+dies twice has failed.
 """
 
 import os
@@ -47,7 +47,8 @@ from tests.testing.planted import IMPORTED
 # Seconds until ranks that hang are killed, and the test fails.
 PATIENCE = 120.0 + 5.0 * settings.default.max_examples
 TIMEOUT = 60.0  # seconds that a rank waits for another
-CORRUPT = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}  # exit codes
+# Exit codes of processes whose memory may have been corrupt.
+CORRUPT = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
 GRACE = 2.0  # seconds that a rank stays after its last collective, which others may still be in
 
 _context = multiprocessing.get_context("forkserver")
@@ -59,6 +60,7 @@ class End(NamedTuple):
 
     returned: Any = None
     failure: str = ""
+    code: int | None = None  # of a process that ended before it told
 
 
 def on_ranks(*worlds):
@@ -130,15 +132,14 @@ def cases_on_ranks(world, cases):
 
 def run_on_ranks(world, call, timeout=TIMEOUT, backend="gloo"):
     """Call ``call(rank, world)``, a function of a module or a partial of one, on every rank."""
-    ends, codes = _run_group(world, call, timeout, backend)
-    if CORRUPT.intersection(codes):
-        print(f"ranks ended with {codes}, of {call}: all of them run once more", file=sys.stderr)
-        ends, _ = _run_group(world, call, timeout, backend)
+    ends = _run_group(world, call, timeout, backend)
+    if any(end.code in CORRUPT for end in ends):
+        print(f"{call} died of a signal: all ranks run once more, {ends}", file=sys.stderr)
+        ends = _run_group(world, call, timeout, backend)
     return ends
 
 
 def _run_group(world, call, timeout, backend):
-    """How each rank ended, and the exit code of each that ended by itself before it told that."""
     with tempfile.TemporaryDirectory() as folder:
         ends = [_context.Pipe(duplex=False) for _ in range(world)]
         ranks = []
@@ -148,7 +149,7 @@ def _run_group(world, call, timeout, backend):
             with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # threads are not to be forked
                 ranks[-1].start()
             writer.close()
-        told, codes = [], []
+        told = []
         deadline = time.monotonic() + PATIENCE
         for process, (reader, _) in zip(ranks, ends, strict=True):
             try:
@@ -156,13 +157,13 @@ def _run_group(world, call, timeout, backend):
                 told.append(reader.recv() if heard else End(None, f"hung for {PATIENCE} seconds"))
             except EOFError:
                 process.join(5)
-                codes.append(process.exitcode)
-                told.append(End(None, f"died with exit code {process.exitcode}"))
+                code = process.exitcode
+                told.append(End(None, f"died with exit code {code}", code))
         for process in ranks:
             process.kill()
         for process in ranks:
             process.join()
-        return told, codes
+        return told
 
 
 def _serve(rank, world, folder, call, timeout, backend, writer):

@@ -39,20 +39,12 @@ TRITON = pytest.mark.skipif(
 )
 FILES = [
     *(
-        pytest.param(
-            [HERE / f"{name}.py" for name in names],
-            id=", ".join(names),
-            marks=pytest.mark.slow,
-        )
+        pytest.param([HERE / f"{name}.py" for name in names], id=", ".join(names))
         for names in ON_THE_DEVICE
     ),
-    pytest.param([HERE / "launches.py"], id="launches", marks=pytest.mark.slow),
-    pytest.param([HERE / "compiled.py"], id="compiled", marks=[TRITON, pytest.mark.slow]),
-    *(
-        pytest.param([file], id=name, marks=pytest.mark.slow)
-        for name, file in FOR_A_GPU.items()
-        if name not in NOT_HERE
-    ),
+    pytest.param([HERE / "launches.py"], id="launches"),
+    pytest.param([HERE / "compiled.py"], id="compiled", marks=TRITON),
+    *(pytest.param([file], id=name) for name, file in FOR_A_GPU.items() if name not in NOT_HERE),
 ]
 
 
@@ -68,6 +60,7 @@ def run_on_the_device(files):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", FILES)
 def test_on_the_device(files):
     ended = run_on_the_device(files)

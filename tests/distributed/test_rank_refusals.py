@@ -238,7 +238,7 @@ def do_not_meet(rank, world):
 
 
 def aborts(times, folder, rank, world):
-    """The second rank, in so many runs of the group."""
+    """Abort the second rank in so many runs of its group; returns how many came before."""
     ran = Path(folder) / str(rank)
     before = len(ran.read_text()) if ran.exists() else 0
     ran.write_text("." * (before + 1))
@@ -248,7 +248,7 @@ def aborts(times, folder, rank, world):
     return before
 
 
-def test_a_group_whose_memory_is_corrupt_runs_once_more_and_no_oftener(tmp_path):
+def test_a_group_that_aborts_runs_once_more_and_only_once(tmp_path):
     """Of tests/ranks.py: what aborts twice has failed."""
     once, twice = tmp_path / "once", tmp_path / "twice"
     once.mkdir()

@@ -79,10 +79,8 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [pytest.param(n, f, id=f"{n}-{f}", marks=slow) for n, forms in PAIRS.items() for f in forms],
-)
+@slow
+@pytest.mark.parametrize(("name", "form"), [(n, f) for n, forms in PAIRS.items() for f in forms])
 def test_a_step_over_what_is_frozen_in_part_is_the_eager_one(name, form):
     """And the module is as it was."""
     loss, params, net = NETS[name]()
