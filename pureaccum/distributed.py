@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # Classes that users find here are of this module.
-from ._base import claims, dtensors, states, trees
+from ._base import claims, dtensors, reprs, states, trees
 from ._base.torch_internals import modes
 from ._core import batches, buckets, ledger
 from ._core.exchange import exchange, gather_one
@@ -132,6 +132,8 @@ class Pending(NamedTuple):
     """
 
     wait: Callable[[], ledger.AccumState]
+
+    __repr__ = reprs.of_record
 
 
 def all_reduce(

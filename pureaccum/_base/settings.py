@@ -1,6 +1,6 @@
-"""What optimizers, schedules and loss scales were made with, so that ranks can compare it.
+"""The arguments that optimizers, steps and the like were made with: to print, and to compare ranks.
 
-    @records                 on a maker: what it returns remembers the maker's name and arguments
+    @records                 on a maker: its results remember the maker's name and arguments
     settings_of(it, name)    these, and those of whatever other makers made among them
 
 A function of the user's own counts by its name, and a partial by what it binds, too. What such a
@@ -9,13 +9,21 @@ function closes over may differ between ranks.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
-from inspect import signature
-from typing import Any, TypeVar, cast
+from inspect import Parameter, signature
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 
 Maker = TypeVar("Maker", bound=Callable[..., Any])
+
+
+class MadeBy(NamedTuple):
+    """A maker, its arguments, and those to print: all but defaults, of which only the first."""
+
+    maker: str
+    settings: dict[str, Any]
+    given: tuple[tuple[Parameter, Any], ...] = ()
 
 
 def records(maker: Maker) -> Maker:
@@ -27,16 +35,30 @@ def records(maker: Maker) -> Maker:
         made = maker(*args, **kwargs)
         bound = form.bind(*args, **kwargs)
         bound.apply_defaults()
-        note_maker(made, maker.__name__, bound.arguments)
+        given = tuple(
+            (parameter, value)
+            for i, (parameter, value) in enumerate(
+                zip(form.parameters.values(), bound.arguments.values(), strict=True)
+            )
+            if i == 0 or not _is_default(parameter, value)
+        )
+        note_maker(made, MadeBy(maker.__name__, dict(bound.arguments), given))
         return made
 
     return cast(Maker, make)
 
 
-def note_maker(made: Any, maker: str, settings: Mapping[str, Any]) -> None:
+def note_maker(made: Any, made_by: MadeBy) -> None:
     """Note who made a function, or a record of functions, and with which settings."""
     function = made[0] if isinstance(made, tuple) else made
-    function.made_by = maker, dict(settings)
+    function.made_by = made_by
+
+
+def _is_default(parameter: Parameter, value: Any) -> bool:
+    if parameter.kind is Parameter.VAR_KEYWORD:
+        return not value
+    same_kind = type(value) is type(parameter.default)  # a tensor compares to a tensor
+    return same_kind and value == parameter.default
 
 
 def settings_of(thing: Any, name: str) -> dict[str, str]:
@@ -47,7 +69,7 @@ def settings_of(thing: Any, name: str) -> dict[str, str]:
 def _read(thing: Any, name: str) -> Iterator[tuple[str, str]]:
     is_record = isinstance(thing, tuple) and hasattr(thing, "_fields")
     function: Any = thing[0] if is_record and thing else thing
-    maker, made = getattr(function, "made_by", ("", {}))
+    maker, made, _ = getattr(function, "made_by", ("", {}, ()))
     parts: dict[str, Any] = {}
     if maker:
         yield name, maker

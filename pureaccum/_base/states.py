@@ -6,13 +6,13 @@ its tensors raises an error that says so.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from . import checks, dtensors
+from . import checks, dtensors, reprs
 from .torch_internals import kernels
 from .trees import Tree, at_once, flatten, paths, unflatten
 
@@ -36,9 +36,10 @@ def with_settings(x: Tensor, settings: dict[str, Any]) -> Tensor:
 def loadable(state: C) -> C:
     """Name a class to ``torch.load(file, weights_only=True)``, which makes no other objects.
 
-    States are tuples of tensors, which run nothing when they are made.
+    States are tuples of tensors, which run nothing when they are made. They print in short.
     """
     torch.serialization.add_safe_globals([state])
+    cast(Any, state).__repr__ = reprs.of_record
     return state
 
 

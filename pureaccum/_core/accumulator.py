@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, states, trees
+from .._base import checks, dtensors, reprs, states, trees
+from .._base.settings import records
 from .._base.torch_internals import modes
 from . import (
     batches,
@@ -50,7 +51,10 @@ class Accumulator(NamedTuple):
     merge: Callable[[AccumState, AccumState], AccumState]
     finalize: Callable[..., tuple[trees.Tree, Tensor]]
 
+    __repr__ = reprs.of_made
 
+
+@records
 def accumulator(
     loss_fn: Callable[..., Any],
     has_aux: bool = False,

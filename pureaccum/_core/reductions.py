@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import dtensors, sharded_rows
+from .._base import dtensors, reprs, sharded_rows
 from .._base.sharded_rows import NOWHERE, Over
 from .._base.trees import NAMESPACE, Tree, paths, sum_dtype, tree_leaves, tree_map, unflatten
 from . import losses
@@ -60,6 +60,8 @@ class Reducer(NamedTuple):
     update: Callable[[Any, Tree, Any], Any]
     merge: Callable[[Any, Any], Any]
     finalize: Callable[[Any], Any]
+
+    __repr__ = reprs.of_record
 
 
 class Fold(NamedTuple):
@@ -352,8 +354,7 @@ def _reduced(state: AuxState, n: int, i: int, leaf: Any, stack: Stack, rows: int
 
 def _terms(state: Any, leaf: Weighted, stack: Stack, name: Callable[[], str]) -> Any:
     """The total and the weight of a mean that has a weight of its own, summed."""
-    its: Any = leaf
-    if not all(isinstance(x, (Tensor, int, float)) for x in its):
+    if not all(isinstance(x, (Tensor, int, float)) for x in tuple[Any, ...](leaf)):
         losses.terms_of(leaf, name)  # says what is the matter
     totals, weights = state or (0.0, 0.0)
     each = zip(*[_numbers(x, stack.share) for x in leaf], strict=True)
@@ -373,10 +374,9 @@ def _neutral(dtype: torch.dtype, reduction: str) -> Any:
         return 0
     if dtype == torch.bool:
         return reduction == "min"
-    least, most = -torch.inf, torch.inf
-    if not dtype.is_floating_point:
-        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    return least if reduction == "max" else most
+    if dtype.is_floating_point:
+        return -torch.inf if reduction == "max" else torch.inf
+    return torch.iinfo(dtype).min if reduction == "max" else torch.iinfo(dtype).max
 
 
 def _numbers(leaf: Any, like: Tensor) -> Any:

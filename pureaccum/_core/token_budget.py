@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks
+from .._base import checks, reprs
 
 
 Bin = list[int]  # the samples of a microbatch
@@ -36,6 +36,8 @@ class Cut(NamedTuple):
 
     order: Tensor
     sizes: list[int]
+
+    __repr__ = reprs.of_record
 
 
 def cut(

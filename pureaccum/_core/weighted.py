@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import dtensors, trees
+from .._base import dtensors, reprs, trees
 from .._base.torch_internals import functorch
 
 
@@ -60,6 +60,8 @@ class Weighted(NamedTuple):
     total: Tensor
     weight: Tensor | float
 
+    __repr__ = reprs.of_record
+
     def __mul__(self, factor: Any) -> "Weighted":  # pyright: ignore[reportIncompatibleMethodOverride]
         return Weighted(self.total * _number(factor, "*"), self.weight)
 
@@ -87,6 +89,8 @@ class WeightedSum(NamedTuple):
     """A sum of means, each over its own weight, as adding ``Weighted`` gives it."""
 
     terms: tuple[Weighted, ...]  # each with its coefficient in the total
+
+    __repr__ = reprs.of_record
 
     def __mul__(self, factor: Any) -> "WeightedSum":  # pyright: ignore[reportIncompatibleMethodOverride]
         return WeightedSum(tuple([term * factor for term in self.terms]))

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, settings, trees
+from .._base import checks, dtensors, reprs, settings, trees
 from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import kernels, modes
 from . import updates
@@ -40,6 +40,8 @@ class GradientMap(NamedTuple):
     init: Callable[[trees.Tree], Any]
     update: Callable[..., tuple[trees.Tree, Any]]
     factor: Callable[[Tensor], Tensor] | None = None
+
+    __repr__ = reprs.of_made
 
 
 @settings.records
@@ -232,7 +234,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> updates.Optimizer:
         return new
 
     made = updates.optimizer_of(partial(optimizer.init), lambda state, params, root: begin)
-    settings.note_maker(made, type(optimizer).__qualname__, {"apply": plain})
+    settings.note_maker(made, settings.MadeBy(type(optimizer).__qualname__, {"apply": plain}))
     return made
 
 

@@ -14,7 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, states, trees
+from .._base import checks, dtensors, reprs, states, trees
+from .._base.settings import records
 from .._base.torch_internals import functorch, kernels, modes
 from . import schedules
 from . import updates as optimizers
@@ -47,7 +48,10 @@ class Ema(NamedTuple):
     init: Callable[[trees.Tree], EmaState]
     update: Callable[..., EmaState]
 
+    __repr__ = reprs.of_made
 
+
+@records
 def ema(decay: float | schedules.Schedule) -> Ema:
     """Average parameters over the steps of training, the latest with the largest weight.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._base import checks, dtensors, states, trees
+from .._base.settings import records
 from .._base.torch_internals import functorch, modes
 from . import from_torch, line_search, minimizer, schedules, updates
 
@@ -67,6 +68,7 @@ class Rules(NamedTuple):
     searches: bool
 
 
+@records
 def lbfgs(
     lr: updates.Rate = 1.0,
     max_iter: int = 20,

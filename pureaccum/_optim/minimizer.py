@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, trees
+from .._base import checks, reprs, trees
 from .._base.torch_internals import modes
 from . import updates
 
@@ -31,6 +31,8 @@ class Minimizer(NamedTuple):
 
     init: Callable[[trees.Tree], Any]
     apply: Callable[..., tuple[trees.Tree, Any]]
+
+    __repr__ = reprs.of_made
 
 
 def check_function(func: Any, owner: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._base import checks, dtensors, states, trees
+from .._base.settings import records
 from .._base.trees import Tree, scalar
 from .combinators import as_optimizer
 from .minimizer import Minimizer, asked, check_function, plainly
@@ -27,6 +28,7 @@ class SAMState(NamedTuple):
     applied: Tensor
 
 
+@records
 def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     """Sharpness-aware minimisation: step by the gradient of a point that lies uphill.
 

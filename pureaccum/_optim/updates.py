@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, states, trees
+from .._base import checks, dtensors, reprs, states, trees
 from .._base.torch_internals import functorch, modes
 from . import schedules
 
@@ -74,6 +74,8 @@ class Optimizer(NamedTuple):
     apply: Callable[..., tuple[trees.Tree, Any]]
     check: Callable[[Any, trees.Flat, str], Begin]
     in_graphs: bool = True
+
+    __repr__ = reprs.of_made
 
 
 def optimizer_of(

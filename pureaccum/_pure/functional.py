@@ -44,6 +44,18 @@ class Functional(NamedTuple):
     buffers: dict[str, Tensor]
     frozen: dict[str, Tensor]
 
+    def __repr__(self) -> str:
+        """The class of the module, and how much belongs to it: numbers of all its parameters."""
+        module = self.apply.args[0].modules[0] if isinstance(self.apply, partial) else self.apply
+        counts = [
+            f"{len(self.params)} parameters",
+            f"{len(self.frozen)} frozen",
+            f"{len(self.buffers)} buffers",
+        ]
+        parts = [part for part in counts if not part.startswith("0 ")]
+        numbers = sum(x.numel() for x in [*self.params.values(), *self.frozen.values()])
+        return f"Functional({', '.join([type(module).__name__, *parts])}, {numbers:,} numbers)"
+
 
 def functional(
     module: nn.Module,

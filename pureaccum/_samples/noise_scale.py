@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, states, trees
+from .._base import checks, reprs, states, trees
+from .._base.settings import records
 from .._core import ledger
 from . import reducers
 
@@ -94,6 +95,8 @@ class RunningNoiseScale(NamedTuple):
     update: Callable[[NoiseAverages, Any], NoiseAverages]
     read: Callable[..., Any]
 
+    __repr__ = reprs.of_made
+
 
 def noise_scale(seen: Any, like: trees.Tree = None) -> Any:
     """The gradient noise scale of one batch.
@@ -130,6 +133,7 @@ def noise_scale(seen: Any, like: trees.Tree = None) -> Any:
     return _scales(batch, (nowhere, nowhere + torch.inf), like)
 
 
+@records
 def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
     """The gradient noise scale over many batches, with a confidence interval.
 

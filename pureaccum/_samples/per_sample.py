@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base import checks, dtensors, sharded_rows, states, trees
+from .._base.settings import records
 from .._base.torch_internals import modes
 from .._core import accumulator, history, ledger, losses, reductions, weighted, writes
 from .._core.ledger import AccumState
@@ -142,6 +143,7 @@ def per_sample_grad(
     return wraps(func)(call)
 
 
+@records
 def per_sample_accumulator(  # noqa: D417
     func: Callable[..., Any],
     has_aux: bool = False,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, named_leaves, states, trees
+from .._base import checks, named_leaves, reprs, states, trees
 from .._base.settings import records
 
 
@@ -62,6 +62,8 @@ class LossScale(NamedTuple):
     scale: Callable[[LossScaleState, Tensor], Tensor]
     unscale: Callable[[LossScaleState, trees.Tree], trees.Tree]
     update: Callable[[LossScaleState, Tensor], LossScaleState]
+
+    __repr__ = reprs.of_made
 
 
 @records

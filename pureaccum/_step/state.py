@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base import states, trees
+from .._base import reprs, states, trees
 from .._core import ledger
 
 
@@ -138,6 +138,7 @@ class Step(Functions):
     __slots__ = ()
     # vmap asks for a name, or else for the repr of all that the loss is bound to; dynamo has none.
     __name__ = "step"
+    __repr__ = reprs.of_made
 
     def __call__(
         self, state: TrainState, batch: trees.Tree, *shared: Any

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from .._base import checks, trees
+from .._base.settings import records
 from .._base.torch_internals import autograd, modes
 from .._core import auto_size, batches, buckets, precision, reductions, seams, structures, writes
 from .._core.layers import order
@@ -27,6 +28,7 @@ from .loss_scale import LossScale
 from .state import Step, StepInfo, TrainState
 
 
+@records
 def make_step(
     loss_fn: Callable[..., Any],
     optimizer: Any,

@@ -11,12 +11,14 @@ multiplied are added up in float64, since they decide everything, and cost nothi
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._base import checks, states, trees
+from .._base import checks, reprs, states, trees
+from .._base.settings import records
 from . import derivatives
 
 
@@ -70,7 +72,10 @@ class CG(NamedTuple):
     update: Callable[[CGState], CGState]
     run: Callable[..., CGState]
 
+    __repr__ = reprs.of_made
 
+
+@records
 def cg(  # noqa: D417
     product: Callable[[trees.Tree], trees.Tree],
     *,
@@ -114,7 +119,8 @@ def cg(  # noqa: D417
     system = _System(
         product=product, preconditioner=preconditioner, damping=damping, rtol=rtol, atol=atol
     )
-    return CG(system.init, system.update, system.run)
+    # not the method itself, on which nothing can be noted
+    return CG(partial(system.init), system.update, system.run)
 
 
 class _System(NamedTuple):

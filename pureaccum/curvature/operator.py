@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, trees
+from .._base import checks, reprs, trees
 
 
 class Operator(NamedTuple):
@@ -41,6 +41,8 @@ class Operator(NamedTuple):
 
     product: Callable[[trees.Tree], trees.Tree]
     like: trees.Tree
+
+    __repr__ = reprs.of_record
 
     @property
     def shape(self) -> tuple[int, int]:

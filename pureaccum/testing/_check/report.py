@@ -6,6 +6,8 @@
 from textwrap import wrap
 from typing import NamedTuple
 
+from ..._base import reprs
+
 
 Indices = tuple[int, ...]  # of samples of the batch
 Split = tuple[Indices, ...]  # the samples of each microbatch
@@ -98,6 +100,8 @@ class Report(NamedTuple):
     loss: str
     dtype: str
     reference: str
+
+    __repr__ = reprs.of_record
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
