@@ -155,7 +155,7 @@ def chain(*parts: Any) -> updates.Optimizer:
     def begin(begin_last: updates.Begin, state: Any, params: trees.Flat) -> updates.Ready:
         """A step of the chain before it is taken."""
         last = begin_last(state[-1], params)
-        return updates.Ready(last.sound, partial(step, state, params, last))
+        return updates.Ready(last.sound, partial(step, state, params, last), last.rate)
 
     def step(
         state: tuple[Any, ...],
@@ -208,7 +208,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> updates.Optimizer:
     plain: Callable[..., Any] = optimizer.apply
 
     def begin(state: Any, params: trees.Flat) -> updates.Ready:
-        return updates.Ready(True, partial(step, state, params))  # nobody knows its learning rate
+        return updates.Ready(True, partial(step, state, params), ())  # its rate is unknown
 
     def step(
         state: Any,
@@ -372,7 +372,8 @@ def _begin_all(
             mark(leaves)
         return trees.unflatten(spec, new), states
 
-    return updates.Ready(reduce(updates.both_sound, (one.sound for one in begun.values())), step)
+    sound = reduce(updates.both_sound, (one.sound for one in begun.values()))
+    return updates.Ready(sound, step, {label: one.rate for label, one in begun.items()})
 
 
 def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> trees.Flat:

@@ -124,7 +124,8 @@ class _Class(NamedTuple):
             lr = self.lr
             rate = schedules.rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
             sound = not isinstance(rate, Tensor) or schedules.is_sound(rate, params[0])
-        return updates.Ready(sound, partial(self.step, state, params, rate))
+            told = () if rate is None else torch.as_tensor(rate, dtype=torch.float64)
+        return updates.Ready(sound, partial(self.step, state, params, rate), told)
 
     @_plainly()
     def step(

@@ -36,10 +36,12 @@ class Ready(NamedTuple):
         apply: ``apply(grads, applied, donate, norm)`` takes the step, for gradients leaf by leaf.
             ``applied`` is a bool, too, where the host knows it; ``norm`` is their global norm where
             somebody has computed it, else None.
+        rate: The learning rate, a 0-d tensor; a dict of one for each label; ``()`` if unknown.
     """
 
     sound: bool | Tensor
     apply: Callable[[list[Tensor], Applied, bool, Tensor | None], tuple[trees.Tree, Any]]
+    rate: Any
 
 
 Begin = Callable[[Any, trees.Flat], Ready]
@@ -202,7 +204,7 @@ def _begin(method: Method, state: Any, params: trees.Flat) -> Ready:
         rate = trees.moved(rate, params[0][0].device)
     old = [trees.tree_leaves(getattr(state, name)) for name in method.columns]
     begun = _Begun(method=method, state=state, params=params, columns=old, rate=rate)
-    return Ready(sound=schedules.is_sound(rate, params[0]), apply=begun.take)
+    return Ready(sound=schedules.is_sound(rate, params[0]), apply=begun.take, rate=rate)
 
 
 class _Begun(NamedTuple):

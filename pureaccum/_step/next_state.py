@@ -87,7 +87,7 @@ def finished(
     """The next state and what happened, from sums."""
     means = mean_gradients(plan, state, summed)
     verdict = judgement(means, ready, state.samples.device)
-    info = info_of(plan, state, summed, means, verdict)
+    info = info_of(plan, state, ready, summed, means, verdict)
     donate = plan.donate and modes.may_write()
     if donate and plan.calling.has_aux:
         info = info._replace(aux=trees.apart(info.aux, (state.params, state.buffers)))
@@ -146,11 +146,17 @@ def judgement(means: Means, ready: updates.Ready, device: torch.device) -> Verdi
 
 
 def info_of(
-    plan: plans.Plan, state: TrainState, summed: Summed, means: Means, verdict: Verdict
+    plan: plans.Plan,
+    state: TrainState,
+    ready: updates.Ready,
+    summed: Summed,
+    means: Means,
+    verdict: Verdict,
 ) -> StepInfo:
     """What happened, in tensors of its own."""
     device, accum = state.samples.device, summed.accum
     scale, weight = means.scale, trees.scalar(means.weight, torch.float64, device)
+    rate = ready.rate
     return StepInfo(
         loss=trees.scalar(means.loss, torch.float64, device),
         grad_norm=means.norm,
@@ -159,6 +165,8 @@ def info_of(
         skipped=trees.scalar(accum.skipped, torch.int64, device),
         applied=verdict.applied,
         scale=torch.ones_like(means.norm) if scale is None else scale.clone(),
+        # copies: the state's own may be given up
+        lr=rate.clone() if isinstance(rate, Tensor) else trees.tree_map(Tensor.clone, rate),
         aux=summed.aux,
         noise=_noise(summed, means, weight) if plan.rule.squares else (),
     )

@@ -55,6 +55,8 @@ class StepInfo(NamedTuple):
         applied: Whether the step was applied: its gradients, loss and learning rates were finite,
             and anything had a weight.
         scale: The loss scale that it was computed with.
+        lr: The learning rate: of each label with ``partition``; ``()`` if the optimizer does not
+            tell.
         aux: What the loss returned beside its value, reduced; ``()`` without ``has_aux``.
         noise: How much the microbatches' gradients scatter, for ``noise_scale`` and
             ``running_noise_scale``; ``()`` without ``noise=True``.
@@ -75,6 +77,7 @@ class StepInfo(NamedTuple):
     skipped: Tensor
     applied: Tensor
     scale: Tensor
+    lr: Any
     aux: trees.Tree
     noise: Any = ()
 
