@@ -5,7 +5,7 @@ rule. Sums are float32 at least; totals and weights are float64: token counts pa
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,45 @@ from .ledger import AccumState
 from .sums import Kinds, Sums, kinds_of
 
 
+class AccumulatorInit(Protocol):
+    """Begins to accumulate."""
+
+    def __call__(self, params: trees.Tree) -> AccumState:
+        """The identity: a state of zeros."""
+        ...
+
+
+class AccumulatorUpdate(Protocol):
+    """Adds a microbatch."""
+
+    def __call__(
+        self,
+        state: AccumState,
+        params: trees.Tree,
+        *args: Any,
+        donate: bool = False,
+        weights: Any = None,
+    ) -> Any:
+        """The state with one more microbatch, or ``(state, aux)``."""
+        ...
+
+
+class AccumulatorMerge(Protocol):
+    """Adds two states."""
+
+    def __call__(self, a: AccumState, b: AccumState) -> AccumState:
+        """One state of two, in any order and grouping."""
+        ...
+
+
+class AccumulatorFinalize(Protocol):
+    """Divides the sums."""
+
+    def __call__(self, state: AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
+        """The gradients and the value: sums divided once."""
+        ...
+
+
 class Accumulator(NamedTuple):
     """The four functions that ``accumulator`` makes.
 
@@ -46,10 +85,10 @@ class Accumulator(NamedTuple):
             sums as they are for a plain sum, float32 at least; over no weight zeros and NaN.
     """
 
-    init: Callable[[trees.Tree], AccumState]
-    update: Callable[..., Any]
-    merge: Callable[[AccumState, AccumState], AccumState]
-    finalize: Callable[..., tuple[trees.Tree, Tensor]]
+    init: AccumulatorInit
+    update: AccumulatorUpdate
+    merge: AccumulatorMerge
+    finalize: AccumulatorFinalize
 
     __repr__ = reprs.of_made
 

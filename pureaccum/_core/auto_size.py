@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -115,8 +115,7 @@ def _tensors(tree: Any) -> Generator[Tensor]:
 
 Size = int | Sequence[int] | Literal["auto"] | None
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Transform = TypeVar("Transform", bound=Callable[..., Callable[..., Any]])
 
 KINDS_REMEMBERED = 1000  # kinds of batches
 
@@ -315,11 +314,11 @@ def _undoing(device: torch.device | None) -> Callable[[], None]:
 # Where it may be asked for -------------------------------------------------------------------
 
 
-def automatic(transform: Callable[P, T]) -> Callable[P, T]:
+def automatic(transform: Transform) -> Transform:
     """Let ``grad_and_value`` and its kin take ``microbatch_size="auto"``."""
 
     @wraps(transform)
-    def with_auto(*args: P.args, **options: P.kwargs) -> T:
+    def with_auto(*args: Any, **options: Any) -> Any:
         if not is_auto(options.get("microbatch_size")):
             return transform(*args, **options)
         if options.get("stream"):
@@ -327,7 +326,7 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
                 "microbatch_size='auto' came with a stream, of which no call has the whole; "
                 "expected a number of samples, or None to take its batches as they are."
             )
-        make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
+        make = partial(transform, *args)
         cut_at = checks.check_argnums(options.get("batch_argnums", 1), "batch_argnums")
 
         def run(size: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -339,9 +338,9 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
             return {i: args[i] for i in at}, (rest, kwargs)
 
         func = make(**options | {"microbatch_size": 1})  # checks the options, and has a name
-        return cast(T, wraps(func)(by_memory(run, look, root="args").run))
+        return wraps(func)(by_memory(run, look, root="args").run)
 
-    return with_auto
+    return cast(Transform, with_auto)
 
 
 def is_auto(size: object) -> bool:

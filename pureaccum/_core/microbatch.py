@@ -10,7 +10,7 @@ Everything else that takes a batch in parts is an instance of it.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial, wraps
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 import torch
 from torch import Tensor
@@ -26,13 +26,16 @@ from .reductions import check_reduce
 from .watch import Finding, UnseenError, exchanged, note_made
 
 
+P = ParamSpec("P")
+
+
 MicrobatchSize = int | Sequence[int] | str
 Keep = Literal["device", "host"]
 Piece = Callable[..., rule.Outs]
 
 
 def microbatch(
-    func: Callable[..., trees.Tree],
+    func: Callable[P, Any],
     *,
     microbatch_size: MicrobatchSize,
     batch_argnums: int | tuple[int, ...] = 1,
@@ -40,7 +43,7 @@ def microbatch(
     reduce: trees.Tree = "concat",
     dim: int = 0,
     keep: Keep = "device",
-) -> Callable[..., trees.Tree]:
+) -> Callable[P, trees.Tree]:
     """Make a function take its batch one microbatch after the other, and so all its derivatives.
 
     The rule::

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,7 +16,11 @@ from . import losses, microbatch, outputs, writes
 from .arguments import Arguments
 
 
-def remat(func: Callable[..., trees.Tree]) -> Callable[..., trees.Tree]:
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def remat(func: Callable[P, R]) -> Callable[P, R]:
     """Make a function that keeps its inputs, and nothing that it computes on the way.
 
     The rule: ``remat(func)(*args, **kwargs)`` is ``func(*args, **kwargs)``, and so are its
@@ -53,7 +57,7 @@ def remat(func: Callable[..., trees.Tree]) -> Callable[..., trees.Tree]:
     known, told = writes.known_of(func), losses.advising(func)
 
     @wraps(func)
-    def rematerialised(*args: Any, **kwargs: Any) -> trees.Tree:
+    def rematerialised(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         return call_rematerialised(told, args, kwargs, known)

@@ -5,7 +5,7 @@ The same monoid as ``accumulator``, for a batch that is at hand as a whole.
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -18,9 +18,12 @@ from .sums import kinds_of
 from .writes import Given
 
 
+P = ParamSpec("P")  # the parameters of a loss, which its transforms have too
+
+
 @auto_size.automatic
 def grad_and_value(
-    func: Callable[..., Any],
+    func: Callable[P, Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
@@ -32,7 +35,7 @@ def grad_and_value(
     nonfinite: seams.Nonfinite = "propagate",
     engine: seams.Engine = "func",
     check: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[Any, Any]]:
     """``torch.func.grad_and_value`` in the memory of one microbatch.
 
     The rule::
@@ -134,7 +137,7 @@ def grad_and_value(
 
 
 def grad(  # noqa: D417
-    func: Callable[..., Any],
+    func: Callable[P, Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
@@ -146,7 +149,7 @@ def grad(  # noqa: D417
     nonfinite: seams.Nonfinite = "propagate",
     engine: seams.Engine = "func",
     check: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """``torch.func.grad`` in the memory of one microbatch.
 
     The rule: ``grad_and_value(func, ...)(*args)`` without the value.
@@ -181,7 +184,7 @@ def grad(  # noqa: D417
     )
 
     @wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
         grads, value = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

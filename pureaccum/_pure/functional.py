@@ -9,10 +9,10 @@ tensor of another shape, is an error.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,16 @@ from .._base import checks
 from .._base.torch_internals import autograd, functorch, modes, module_slots
 from .._core import buckets, closures, microbatch
 from . import microbatched_module, shell
+
+
+class ModuleApply(Protocol):
+    """A module as a function of its parameters and buffers."""
+
+    def __call__(
+        self, params: dict[str, Tensor], buffers: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """What the module returns, and its new buffers."""
+        ...
 
 
 class Functional(NamedTuple):
@@ -39,7 +49,7 @@ class Functional(NamedTuple):
         frozen: The other parameters, which ``apply`` puts in by itself.
     """
 
-    apply: Callable[..., tuple[Any, Any]]
+    apply: ModuleApply
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
     frozen: dict[str, Tensor]

@@ -5,7 +5,7 @@ max_norm`` and the number of steps: ``opacus.accountants`` works it out.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from . import chunks, per_sample
 from .scaling import Clip
 
 
+P = ParamSpec("P")
+
+
 def clipped_sum(  # noqa: D417
-    func: Callable[..., Any],
+    func: Callable[P, Any],
     max_norm: trees.Tree,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
@@ -29,7 +32,7 @@ def clipped_sum(  # noqa: D417
     randomness: chunks.Randomness = "error",
     engine: chunks.SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Sum the gradients of samples, each scaled down to a norm of at most ``max_norm``.
 
     The rule, with norms over all leaves as one vector::

@@ -10,7 +10,7 @@ since <a ⊗ d, a' ⊗ d'> = <a, a'> <d, d'>.
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -20,15 +20,18 @@ from .._core import batches, history, writes
 from . import by_layers, chunks, outer_products
 
 
+P = ParamSpec("P")
+
+
 def gramian(
-    func: Callable[..., Any],
+    func: Callable[P, Any],
     argnums: int | tuple[int, ...] = 0,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
     chunk_size: int | None = None,
     keep_batch_dim: bool = False,
     engine: chunks.SampleEngine = "vmap",
-) -> Callable[..., Tensor]:
+) -> Callable[P, Tensor]:
     """The inner products of the gradients of samples: their empirical neural tangent kernel.
 
     The rule, for gradients that are the rows of J, over all leaves as one vector::

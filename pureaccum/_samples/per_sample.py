@@ -10,7 +10,7 @@ a microbatch of its own.
 
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ from .._core.ledger import AccumState
 from . import by_layers, chunks, reducers, scaling
 
 
+P = ParamSpec("P")
+
+
 def per_sample_grad(
-    func: Callable[..., Any],
+    func: Callable[P, Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
@@ -37,7 +40,7 @@ def per_sample_grad(
     randomness: chunks.Randomness = "error",
     engine: chunks.SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """``torch.func.vmap(torch.func.grad(func))``, whose chunks are reduced as they come.
 
     The rule::

@@ -1,7 +1,7 @@
 """What a training step takes and gives, and its functions."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -97,17 +97,97 @@ class StepWindow(NamedTuple):
     rows: Tensor
 
 
+class StepInit(Protocol):
+    """Begins a run."""
+
+    def __call__(self, params: trees.Tree, buffers: trees.Tree = None, seed: int = 0) -> TrainState:
+        """The first state, of copies."""
+        ...
+
+
+class StepOverBatch(Protocol):
+    """Takes a step over a batch."""
+
+    def __call__(
+        self, state: TrainState, batch: trees.Tree, *shared: Any
+    ) -> tuple[TrainState, StepInfo]:
+        """The next state, and what happened."""
+        ...
+
+
+class StepOverStream(Protocol):
+    """Takes a step over the microbatches of a stream."""
+
+    def __call__(
+        self,
+        state: TrainState,
+        microbatches: Iterable[trees.Tree],
+        *shared: Any,
+        weights: Any = None,
+    ) -> tuple[TrainState, StepInfo]:
+        """The next state, and what happened."""
+        ...
+
+
+class StepBegin(Protocol):
+    """Begins a window."""
+
+    def __call__(self, state: TrainState) -> StepWindow:
+        """An empty window."""
+        ...
+
+
+class StepUpdate(Protocol):
+    """Adds a microbatch to a window."""
+
+    def __call__(
+        self,
+        state: TrainState,
+        window: StepWindow,
+        microbatch: trees.Tree,
+        *shared: Any,
+        offset: int | None = None,
+        weights: Any = None,
+    ) -> Any:
+        """The window with one more microbatch, or ``(window, aux)``."""
+        ...
+
+
+class StepApply(Protocol):
+    """Ends a window."""
+
+    def __call__(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
+        """The next state, and what happened."""
+        ...
+
+
+class StepMerge(Protocol):
+    """Merges two windows."""
+
+    def __call__(self, a: StepWindow, b: StepWindow) -> StepWindow:
+        """One window of two, of which the first came first."""
+        ...
+
+
+class StepForm(Protocol):
+    """Tells how a batch is compiled."""
+
+    def __call__(self, state: TrainState, batch: trees.Tree, *shared: Any) -> str:
+        """``"eager"``, ``"scan"``, ``"unrolled"`` or ``"loop"``."""
+        ...
+
+
 class Functions(NamedTuple):
     """The functions of a step, which ``Step`` describes."""
 
-    init: Callable[..., TrainState]
-    window: Callable[..., tuple[TrainState, StepInfo]]
-    begin: Callable[[TrainState], StepWindow]
-    update: Callable[..., Any]
-    apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
-    whole: Callable[..., tuple[TrainState, StepInfo]]
-    merge: Callable[[StepWindow, StepWindow], StepWindow]
-    form: Callable[..., str] = lambda state, batch, *shared: "eager"
+    init: StepInit
+    window: StepOverStream
+    begin: StepBegin
+    update: StepUpdate
+    apply: StepApply
+    whole: StepOverBatch
+    merge: StepMerge
+    form: StepForm = lambda state, batch, *shared: "eager"
 
 
 class Step(Functions):
