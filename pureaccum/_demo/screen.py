@@ -104,8 +104,9 @@ def _sentences(runs: Runs) -> dict[Setting, str]:
         EVEN: (
             "Here the usual loop is right too. pureaccum computes the same gradient in "
             f"{_time(ours) / _time(loop):.2f} times the loop's time and "
-            f"{ours.peak / loop.peak:.2f} times its memory. The full batch needs "
-            f"{full.peak / ours.peak:.0f} times the memory of pureaccum."
+            f"{ours.peak / loop.peak:.2f} times its memory. The full batch takes "
+            f"{_time(full) / _time(ours):.2f} times pureaccum's time and "
+            f"{full.peak / ours.peak:.0f} times its memory."
         ),
         RAGGED: (
             "The usual loop gives each microbatch the same weight. The more the sizes differ, the "
@@ -161,7 +162,8 @@ def _panels(figure: Figure, runs: Runs, memory: Mapping[str, Mapping[int, int]])
 def _losses(axes: Axes, setting: Setting, runs: Mapping[str, Run]) -> None:
     for name, run in runs.items():
         axes.plot(range(1, len(run.losses) + 1), run.losses, label=name, **STYLES[name])
-    axes.set(title=setting.title, yscale="log", xlabel="step", ylabel="training loss")
+    axes.set(title=setting.title, yscale="log", xlabel="step")
+    axes.set_ylabel("loss, all samples normalised together" if setting.normed else "training loss")
     axes.legend(frameon=False)
 
 
