@@ -1,11 +1,13 @@
 """``python -m pureaccum``: the demo shows what it claims, and every command ends with a status."""
 
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pureaccum as pa
 from pureaccum.__main__ import main
@@ -29,43 +31,111 @@ def the_demo():
     return _demo
 
 
+def table(told):
+    """The cells of each row, by the title above it and the name in front of it."""
+    found, title = {}, ""
+    for line in told.split("\n"):
+        if re.match(r"  (full batch|usual loop|pureaccum)  ", line):
+            found[title, line[:13].strip()] = line[13:].split()
+        title = title if line.startswith("  ") else line
+    return found
+
+
 @pytest.mark.slow
 def test_the_demo_shows_what_it_claims(capsys):
-    """All of it but for the steps, of which two are enough for all kinds of distance."""
+    """All of it but for most of the steps: the first warms up, and the second counts memory."""
     _demo = the_demo()
-    assert _demo.run(Path("demo.png"), steps=2)
+    assert _demo.run(Path("demo.png"), steps=3)
     assert Path("demo.png").read_bytes().startswith(b"\x89PNG")
     told = capsys.readouterr().out
     assert ESCAPE not in told  # plain text, where there is no terminal
-    lines = [line for line in told.split("\n") if line.count(" of 24") + line.count(" of 11")]
-    found = {line[:21].strip(): float(line.split()[-1].replace(",", "")) for line in lines}
-    assert found.keys() == {run.name for run in _demo.RUNS if run.cut != "whole"}
-    for run in _demo.RUNS:
-        if run.cut != "whole":
-            assert (found[run.name] < 1) is not run.usual, run.name
-    [half] = [line.split() for line in told.split("\n") if line.startswith("full batch, fp16   ")][
-        -1:
-    ]
-    assert int(half[5]) > 0  # steps skipped: the scale begins too high
-    assert "in 0 of 9,472 numbers" in " ".join(told.split())
+    rows, settings = table(told), [setting.title for setting in _demo.training.WAYS]
+    even, ragged, normed, half = settings
+    assert rows.keys() == {
+        (setting.title, way.name) for setting, ways in _demo.training.WAYS.items() for way in ways
+    }
+    off = {name: max(cell[:2], key=share) for name, cell in rows.items() if cell[0] != "-"}
+    for setting in settings:
+        assert share(off[setting, "pureaccum"]) < (2e-2 if setting == half else 1e-4)
+    assert share(off[even, "usual loop"]) < 1e-4  # right as well, and said to be
+    assert share(off[ragged, "usual loop"]) > 0.1
+    assert share(off[normed, "usual loop"]) > 0.05
+    full = {name: rows[even if name == ragged else name, "full batch"] for name in settings}
+    memory = {name: float(cell[-2]) for name, cell in rows.items()}
+    for setting in settings:
+        loss, accuracy = (share(cell) for cell in rows[setting, "pureaccum"][2:4])
+        assert loss == pytest.approx(share(full[setting][2]), rel=1e-3)
+        assert accuracy == pytest.approx(share(full[setting][3]), abs=0.01)
+        assert memory[setting, "pureaccum"] < float(full[setting][-2]) * (
+            0.7 if setting == normed else 0.2
+        )
+    assert memory[even, "pureaccum"] < 1.1 * memory[even, "usual loop"]
+    told = " ".join(told.split())
+    skipped = re.search(r"repeated: (\d+) of the full batch and (\d+) of pureaccum", told)
+    assert all(int(steps) > 0 for steps in skipped.groups())  # the scale starts too high
+    assert "0 of 37,888 numbers" in told
+    assert "Passed:" in told
 
 
-def test_on_a_terminal_the_lines_move_and_have_no_colours_if_so_wished(monkeypatch, capsys):
-    """Of a run in which a claim is not seen, and that says so."""
+def share(cell):
+    return float(cell[:-1]) / 100 if cell.endswith("%") else float(cell)
+
+
+def few(monkeypatch, _demo):
+    """Fewer runs and steps than the sentences and the picture need, and none of these."""
+    training = _demo.training
+    few_ways = {training.EVEN: (training.FullBatch, training.Pure)}
+    monkeypatch.setattr(training, "WAYS", few_ways)
+    monkeypatch.setattr(training, "memory_by_size", lambda batch: {})
+    for name, fake in {"draw": lambda *_: None, "_sentences": dict.fromkeys}.items():
+        monkeypatch.setattr(f"pureaccum._demo.screen.{name}", fake)
+    monkeypatch.setattr("pureaccum._demo.screen._time", lambda run: 0.0)
+
+
+def test_on_a_terminal_a_bar_moves_and_has_no_colours_if_so_wished(monkeypatch, capsys):
+    """Of runs in which a claim is not seen, and that says so."""
     _demo = the_demo()
-    monkeypatch.setattr(_demo, "RUNS", _demo.RUNS[:2])
-    monkeypatch.setattr(_demo, "on_whole_numbers", lambda batch, parts: 7)
-    monkeypatch.setattr("pureaccum._demo.screen.draw", lambda *_: None)
+    few(monkeypatch, _demo)
+    monkeypatch.setattr(_demo.training, "on_whole_numbers", lambda batch: 7)
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
     assert not _demo.run(Path("demo.png"), steps=1)
     told = capsys.readouterr().out
     assert f"{ESCAPE}[2K" in told  # a line is written over
     assert not re.search(ESCAPE + r"\[(3|9)\d", told)
-    assert "in 7 of 9,472 numbers" in " ".join(told.split())
+    told = " ".join(told.split())
+    assert "7 of 37,888 numbers" in told
+    assert re.search("Failed:.* not the full batch's gradient: whole numbers", told)
 
 
-def test_a_claim_that_is_not_seen_is_no_success(monkeypatch, capsys):
+def test_a_gradient_that_is_not_the_full_batch_s_fails_the_demo(monkeypatch, capsys):
+    """Also where it is NaN, and where only the last parameters show it."""
+    _demo = the_demo()
+    few(monkeypatch, _demo)
+    even = _demo.training.EVEN
+    for far, passes in (1e-6, True), (1e-3, False), (math.nan, False):
+
+        def compare(runs, far=far):
+            runs[even]["pureaccum"].off = 1e-7, far
+
+        monkeypatch.setattr(_demo.training, "compare", compare)
+        assert _demo.run(Path("demo.png"), steps=1) is passes
+        told = capsys.readouterr().out
+        assert ("Passed:" in told) is passes
+        assert (f"Failed: not the full batch's gradient: {even.title}." in told) is not passes
+
+
+def test_the_threads_of_torch_are_as_before(monkeypatch):
+    _demo = the_demo()
+    before, during = torch.get_num_threads(), []
+    monkeypatch.setattr(_demo.training, "digits", lambda: during.append(torch.get_num_threads()))
+    with pytest.raises(TypeError):  # None is no data
+        _demo.run(Path("demo.png"))
+    assert during == [1]
+    assert torch.get_num_threads() == before
+
+
+def test_a_claim_that_does_not_hold_is_status_1(monkeypatch, capsys):
     _demo = the_demo()
     monkeypatch.setattr(_demo, "run", lambda picture: False)
     assert main(["demo"]) == 1
@@ -94,10 +164,10 @@ def test_the_demo_writes_through_no_link(capsys):
 
 def test_the_demo_writes_through_no_link_that_came_while_it_trained(monkeypatch, capsys):
     _demo = the_demo()
+    few(monkeypatch, _demo)
     picture = Path("demo.png")
-    monkeypatch.setattr(_demo, "RUNS", _demo.RUNS[:1])
     monkeypatch.setattr(
-        _demo, "on_whole_numbers", lambda batch, parts: picture.symlink_to("precious.txt") or 0
+        _demo.training, "on_whole_numbers", lambda batch: picture.symlink_to("precious.txt") or 0
     )
     with pytest.raises(OSError, match=r"symbolic link to precious\.txt"):
         _demo.run(picture, steps=1)
@@ -111,7 +181,7 @@ def test_the_demo_says_which_file_it_replaces(monkeypatch, capsys):
     def stop():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_demo, "digits", stop)
+    monkeypatch.setattr(_demo.training, "digits", stop)
     assert main(["demo"]) == 130
     assert capsys.readouterr().out == ""
     Path("pureaccum-demo.png").write_bytes(b"")
@@ -129,13 +199,11 @@ def test_the_picture_is_written_whole_or_not_at_all(monkeypatch):
         Path(file).write_bytes(b"half") if isinstance(file, Path) else file.write(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(screen, "_losses", lambda *_: None)
-    monkeypatch.setattr(screen, "_distances", lambda *_: None)
-    monkeypatch.setattr(screen, "_memory", lambda *_: None)
+    monkeypatch.setattr(screen, "_panels", lambda *_: None)
     monkeypatch.setattr(Figure, "savefig", half)
     Path("demo.png").write_bytes(b"before")
     with pytest.raises(OSError, match="no space left"):
-        screen.draw([], {}, Path("demo.png"))
+        screen.draw({}, {}, Path("demo.png"))
     assert Path("demo.png").read_bytes() == b"before"
     assert [path.name for path in Path().iterdir()] == ["demo.png"]
 
@@ -162,7 +230,7 @@ def test_what_the_demo_needs_is_not_imported_before_it_is_named():
     ("arguments", "status", "says"),
     [
         (["--version"], 0, f"pureaccum {pa.__version__}"),
-        (["--help"], 0, "Exit status: 0"),
+        (["--help"], 0, "Exit status: 0 passed, 1 failed, 2 could not run."),
         (["demo", "--help"], 0, "pureaccum-demo.png"),
         (["check", "--help"], 0, "Exit status: 0"),
         ([], 2, "required: command"),
