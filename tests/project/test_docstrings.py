@@ -162,6 +162,16 @@ def test_a_function_says_its_rule(path):
     assert said(FUNCTIONS[path]).rule
 
 
+def test_the_package_lists_its_names():
+    """``__all__`` has every public name, and the page that ``help(pa)`` begins with groups them."""
+    exported = {path.removeprefix("pa.") for path in PUBLIC if path.count(".") == 1}
+    modules = {"curvature", "distributed", "testing"}
+    assert sorted(exported | modules) == pa.__all__
+    page = re.findall(r"\w+", pa.__doc__)
+    assert {*pa.__all__} <= {*page}
+    assert len(pa.__doc__.splitlines()) <= 30
+
+
 def test_all_that_makes_functions_is_known():
     returned = {path: get_type_hints(it).get("return") for path, it in FUNCTIONS.items()}
     public = set(PUBLIC.values())
