@@ -75,14 +75,16 @@ class Accumulator(NamedTuple):
     """The four functions that ``accumulator`` makes.
 
     Attributes:
-        init: ``init(params)`` gives the identity: a state of zeros.
-        update: ``update(state, params, *args, donate=False, weights=None)`` gives the state with
-            one more microbatch, or ``(state, aux)``. ``args`` is what the loss takes after params;
-            with ``donate`` the old state is given up: its memory is added to, and using it raises.
-            Of a sum of ``Weighted``, ``weights`` are those of each term over the whole stream.
-        merge: ``merge(a, b)`` gives one state of two, in any order and grouping.
-        finalize: ``finalize(state, donate=False)`` gives ``(grads, value)``: sums / weight, or the
-            sums as they are for a plain sum, float32 at least; over no weight zeros and NaN.
+        init: ``init(params)`` returns the identity: a state of zeros.
+        update: ``update(state, params, *args, donate=False, weights=None)`` returns the state with
+            one more microbatch, or ``(state, aux)``. ``args`` are the loss's arguments after
+            params. With ``donate`` the call adds to the old state's memory, and a later use of the
+            old state raises. For a sum of ``Weighted``, ``weights`` lists the weight of each term
+            over the whole stream.
+        merge: ``merge(a, b)`` returns the sum of two states, in any order and grouping.
+        finalize: ``finalize(state, donate=False)`` returns ``(grads, value)``, the sums divided by
+            the weight (or as they are, for a plain sum), in float32 at least. If the weight is
+            zero, the gradients are zero and the value is NaN.
     """
 
     init: AccumulatorInit
@@ -115,23 +117,26 @@ def accumulator(
         merge(a, b)         = a + b
         finalize(state)     = grads / weight, total / weight         # once; a sum as it is
 
-    That is the gradient of the full batch, whatever the microbatches' sizes and order. The state
-    holds one gradient tree; ``update(..., donate=True)`` adds to it during the backward pass.
+    The result is the gradient of the full batch, for any sizes and order of the microbatches. The
+    state holds one gradient tree; ``update(..., donate=True)`` adds to it during the backward pass.
 
     Args:
-        loss_fn: ``loss_fn(params, *args)`` gives a scalar or ``Weighted``, or ``(that, aux)``.
-        has_aux: Whether the loss returns ``(loss, aux)``; ``update`` then gives ``(state, aux)``.
+        loss_fn: ``loss_fn(params, *args)`` returns a scalar or ``Weighted``; with ``has_aux``, a
+            pair of that and anything else.
+        has_aux: Whether the loss returns ``(loss, aux)``; ``update`` then returns ``(state, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along dim 0.
         reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
-        nonfinite: What becomes of a microbatch with an inf or NaN: ``"propagate"`` adds it all the
-            same; ``"skip"`` leaves it out with its weight, and counts it; ``"raise"`` raises
-            ``FloatingPointError`` naming the leaf (it looks, and so waits for the device).
-        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses;
-            ``"auto"`` is autograd at top level and torch.func under a transform: see ``make_step``.
-        squares: Also sum the squared norms of the microbatches' gradients, for ``noise_scale``.
-        check: Whether the loss is asked if microbatches add up: see ``grad_and_value``.
+        nonfinite: What becomes of a microbatch with an inf or NaN: ``"propagate"`` adds it;
+            ``"skip"`` leaves it out, with its weight, and counts it; ``"raise"`` raises a
+            ``FloatingPointError`` that names the leaf, and synchronises with the device.
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs losses that torch.func
+            refuses; ``"auto"`` is autograd at top level and torch.func under a transform: see
+            ``make_step``.
+        squares: Whether to sum the squared norms of the microbatches' gradients too, for
+            ``noise_scale``.
+        check: Whether to check that microbatches add up to the batch: see ``grad_and_value``.
 
     Returns:
         ``init(params)``, ``update(state, params, *args, donate=False, weights=None)``,
@@ -147,7 +152,7 @@ def accumulator(
         (tensor(9.3333), tensor(4.6667, dtype=torch.float64))
 
     References:
-        `optax.MultiSteps <https://optax.readthedocs.io>`_, a mean of the microbatches' means.
+        `optax.MultiSteps <https://optax.readthedocs.io>`_, which takes a mean of means.
     """
     rule = order.check_rule(
         seams.Rule(

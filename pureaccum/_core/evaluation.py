@@ -1,8 +1,10 @@
-"""The loss over a whole batch, or over a stream of them, without gradients: to evaluate.
+"""A loss over a whole batch, or over a stream of batches, without gradients: to evaluate.
 
-for part in microbatches of all batches:
-total, weight, metrics += those of func(part)
-return total / weight, metrics
+    for part in microbatches of all batches:
+        total, weight, metrics += those of func(part)
+    return total / weight, metrics
+
+The parts are summed as in ``grad_and_value``, in the memory of one microbatch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +38,7 @@ from .weights import NoRowsError
 
 
 @auto_size.automatic
-def value(  # noqa: D417
+def value(
     func: Callable[..., Any],
     has_aux: bool = False,
     *,
@@ -48,24 +50,32 @@ def value(  # noqa: D417
     stream: bool = False,
     check: bool = True,
 ) -> Callable[..., Any]:
-    """The loss over a whole batch in the memory of one microbatch.
+    """Evaluate a loss over a whole batch in the memory of one microbatch.
 
     The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
-    With a size, or a stream, nothing is recorded for a later backward pass: see
-    ``grad_and_value``. Metrics go into aux, each a ``Weighted`` of its own, or a reduction.
+    Metrics go into aux, each with a reduction, or as a ``Weighted`` with a weight of its own.
+
+    A batch can be differentiated through the value, as ``grad_and_value`` says; a stream cannot.
 
     Args:
-        func, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction: As for
-            ``grad_and_value``; without a size ``func`` is called once.
-        policy: Mixed precision, as a step has it: what ``func`` is given by position is cast, or
-            autocast is opened around it.
-        stream: Whether the batch arguments are iterables of batches, such as a loader, which are
-            gone through once. A batch of a stream need not have samples where ``func`` is no mean
-            over samples, and is not cut.
-        check: Whether ``func`` is asked if microbatches add up: see ``grad_and_value``.
+        func: Returns a scalar loss or ``Weighted``; with ``has_aux``, a pair of that and anything
+            else. Without a size it is called once.
+        has_aux: Whether the loss returns ``(loss, aux)``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0. Every microbatch receives all other arguments whole.
+        microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
+            of each; or ``"auto"``, as many as memory allows: see ``make_step``.
+        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
+        aux_reduction: What becomes of aux: see ``grad_and_value``.
+        policy: Mixed precision, as in a step: it casts the positional arguments of ``func``, or
+            opens autocast around it.
+        stream: Whether the batch arguments are iterables of batches, such as a loader; each call
+            goes through them once. A batch of a stream may have no samples if ``func`` is not a
+            mean over samples, and then is not cut.
+        check: Whether to check that microbatches add up to the batch: see ``grad_and_value``.
 
     Returns:
-        A function of ``func``'s arguments giving the value, or ``(value, aux)``.
+        A function of ``func``'s arguments that returns the value, or ``(value, aux)``.
 
     Example:
         >>> import torch

@@ -45,38 +45,43 @@ def grad_and_value(
             G, T, W = G + dt / dparams, T + t, W + w    # in float32 at least, float64, float64
         return G / W, T / W                             # of a sum: G, T
 
-    ``microbatch_size=None`` takes the batch whole. Where the batch is one microbatch, the results
-    have the bits of ``torch.func.grad_and_value``. A few operations (silu, mish, GroupNorm, LSTM on
-    a CPU, binary_cross_entropy_with_logits), for which torch.func uses another formula, have those
-    of ``.backward()``.
+    Where the batch is one microbatch, the results have the bits of ``torch.func.grad_and_value``,
+    except for a few operations that torch.func differentiates by another formula (silu, mish,
+    GroupNorm, LSTM on a CPU, binary_cross_entropy_with_logits): those have the bits of
+    ``.backward()``.
 
-    torch.func's transforms differentiate through the results, and so does plain ``.backward()``,
-    with respect to all that requires grad among the arguments and among what ``func`` captures. It
-    computes each microbatch again. Until then results keep their arguments alive; ``.detach()``
-    lets go of them.
+    The results can be differentiated, by torch.func's transforms and by plain ``.backward()``, with
+    respect to every argument, and every tensor that ``func`` captures, that requires grad. That
+    computes each microbatch again. Until then such results keep their arguments alive;
+    ``.detach()`` releases them.
 
     Args:
-        func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
+        func: Returns a scalar loss or ``Weighted``; with ``has_aux``, a pair of that and anything
+            else.
         argnums: Which positional arguments to differentiate with respect to.
         has_aux: Whether the loss returns ``(loss, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
-            sample along dim 0. All others are handed to every microbatch whole.
+            sample along dim 0. Every microbatch receives all other arguments whole. For
+            ``loss(params, x, y)`` it is ``(1, 2)``.
         microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
-            of each; or ``"auto"``, as many as memory allows: see ``make_step``.
+            of each; or ``"auto"``, as many as memory allows: see ``make_step``. None takes the
+            batch whole.
         reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
-        aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample, else
-            ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one
-            reduction, or a tree of reductions that is a prefix of aux. Without a size aux stays as
-            it is.
+        aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample,
+            ``"sum"``, ``"mean"`` (weighted as the loss is), ``"max"``, ``"min"``, ``"stack"``,
+            ``"last"`` or a ``Reducer``; one for all of aux, or a tree of them that is a prefix of
+            aux. Without a size aux stays as it is.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
         nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``.
-        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses;
-            ``"auto"`` is autograd at top level and torch.func under a transform: see ``make_step``.
-        check: Whether ``func`` is asked, at calls 1, 2, 4, 8, …, if its microbatches add up to the
-            batch; if not it raises ``CoupledLossError``. False adds them up all the same.
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs losses that torch.func
+            refuses; ``"auto"`` is autograd at top level and torch.func under a transform: see
+            ``make_step``.
+        check: Whether to check, at calls 1, 2, 4, 8, … of a loss, that its microbatches add up to
+            the batch, and to raise ``CoupledLossError`` if they do not. With False they are added
+            up in any case.
 
     Returns:
-        A function of ``func``'s arguments giving ``(grads, value)``, or
+        A function of ``func``'s arguments that returns ``(grads, value)``, or
         ``(grads, (value, aux))``, in the dtypes of the parameters and of the loss.
 
     Example:
@@ -136,7 +141,7 @@ def grad_and_value(
     return wraps(func)(history.with_history(partial(by_rule, rule), known, plain))
 
 
-def grad(  # noqa: D417
+def grad(
     func: Callable[P, Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
@@ -155,11 +160,32 @@ def grad(  # noqa: D417
     The rule: ``grad_and_value(func, ...)(*args)`` without the value.
 
     Args:
-        func, argnums, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction, dtype,
-            nonfinite, engine, check: As for ``grad_and_value``.
+        func: Returns a scalar loss or ``Weighted``; with ``has_aux``, a pair of that and anything
+            else.
+        argnums: Which positional arguments to differentiate with respect to.
+        has_aux: Whether the loss returns ``(loss, aux)``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0. Every microbatch receives all other arguments whole. For
+            ``loss(params, x, y)`` it is ``(1, 2)``.
+        microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
+            of each; or ``"auto"``, as many as memory allows: see ``make_step``. None takes the
+            batch whole.
+        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
+        aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample,
+            ``"sum"``, ``"mean"`` (weighted as the loss is), ``"max"``, ``"min"``, ``"stack"``,
+            ``"last"`` or a ``Reducer``; one for all of aux, or a tree of them that is a prefix of
+            aux. Without a size aux stays as it is.
+        dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
+        nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``.
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs losses that torch.func
+            refuses; ``"auto"`` is autograd at top level and torch.func under a transform: see
+            ``make_step``.
+        check: Whether to check, at calls 1, 2, 4, 8, … of a loss, that its microbatches add up to
+            the batch, and to raise ``CoupledLossError`` if they do not. With False they are added
+            up in any case.
 
     Returns:
-        A function of ``func``'s arguments giving the gradients, or ``(grads, aux)``.
+        A function of ``func``'s arguments that returns the gradients, or ``(grads, aux)``.
 
     Example:
         >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])

@@ -2,10 +2,10 @@
 
     out, new_buffers = apply(params, buffers, *args, **kwargs)
 
-It is ``torch.func.functional_call`` with what that leaves to its caller: buffers are cloned, so
-that nothing is written to what was given; what the module wrote is returned; what is frozen stays
-frozen; threads do not meet (see shell.py); a name that belongs to no tensor of the module, or a
-tensor of another shape, is an error.
+It does what ``torch.func.functional_call`` leaves to its caller. It clones buffers, so that no
+argument is changed, and returns those that the module wrote. Frozen parameters stay frozen. Threads
+do not share the tensors of a call (see shell.py). A name that belongs to no tensor of the module,
+or a tensor of another shape, raises an error.
 """
 
 import sys
@@ -41,12 +41,12 @@ class Functional(NamedTuple):
     writes to one writes to the other. ``step.init`` copies them.
 
     Attributes:
-        apply: ``apply(params, buffers, *args, **kwargs)`` calls the module with these in place of
-            its own, and returns what it returned and its new buffers.
-        params: The parameters that require a gradient, by name; tied ones once, under their first
+        apply: ``apply(params, buffers, *args, **kwargs)`` calls the module with these tensors in
+            place of its own, and returns the pair ``(out, new_buffers)``.
+        params: The parameters that require grad, by name; a tied parameter once, under its first
             name.
-        buffers: The module's buffers by name, those that are not persistent included.
-        frozen: The other parameters, which ``apply`` puts in by itself.
+        buffers: The module's buffers by name, including those that are not persistent.
+        frozen: The other parameters, which ``apply`` adds by itself.
     """
 
     apply: ModuleApply
@@ -74,33 +74,35 @@ def functional(
     keep: microbatch.Keep = "device",
     group: Any = None,
 ) -> Functional:
-    """Make a pure function of a module; the module's own tensors and modes are never changed.
+    """Make a pure function of a module, and leave the module itself as it is.
 
     The rule::
 
         out, new_buffers = apply(params, buffers, *args, **kwargs)
         # out is module(*args, **kwargs) with ``params`` and ``buffers`` in place of its own
 
-    ``apply`` uses the modes (``train()`` or ``eval()``) and attributes that the module has when it
-    is called, and assigns attributes that ``forward`` assigns. Parameters, names, shapes and ties
-    are those that the module has now. ``buffers`` are all buffers, or ``()`` if there are none;
-    ``params`` may be some of the parameters, and the module's own values stand for the others.
+    ``apply`` uses the modes (``train()`` or ``eval()``) and attributes that the module has at the
+    time of the call, and assigns attributes that ``forward`` assigns. Parameters, names, shapes and
+    ties are those of the time when ``functional`` was called. Pass all buffers, or ``()`` if the
+    module has none. ``params`` may hold some of the parameters; the module's own values serve for
+    the others.
 
-    A parameter that requires no gradient is frozen: it is not in ``params``, so no optimizer moves
-    or decays it. ``apply`` puts it in, cast to the dtype of the given parameters if they were cast.
-    ``params`` may hold another value for it; under a ``vmap`` that maps the parameters it must,
-    since members of an ensemble may differ in what is frozen.
+    A parameter that does not require grad is frozen: it is not in ``params``, so no optimizer moves
+    or decays it. ``apply`` adds it, cast to the dtype of the given parameters if they were cast.
+    ``params`` may hold another value for it. Under a ``vmap`` over the parameters it must, because
+    the members of an ensemble may have different frozen parameters.
 
     ``apply`` is safe in threads. It works under torch.func's transforms and in torch.compile. Under
-    ``vmap`` a BatchNorm in training mode needs buffers that are mapped too.
+    ``vmap`` a BatchNorm in training mode needs mapped buffers too.
 
     With a ``microbatch_size``, ``apply`` takes a whole batch in the memory of one microbatch and
-    returns what it would return without, BatchNorm's running statistics included. All tensors that
-    the module takes and returns are rows along dim 0; compute the loss by plain code after it.
-    Every microbatch runs up to a BatchNorm, its inputs are stored, the moments are merged, then
-    every microbatch continues. Each call first traces the module on one microbatch. So its control
-    flow must not depend on tensor values or on the number of samples, and everything but BatchNorm
-    must treat each row by itself. (Inside ``torch.compile`` the batch is taken whole.)
+    returns what it returns without a size, including BatchNorm's running statistics. All tensors
+    that the module takes and returns have one row per sample along dim 0; compute the loss by plain
+    code afterwards. Every microbatch runs up to the BatchNorm, its inputs are stored, the
+    statistics are merged, then every microbatch continues. Each call first traces the module with
+    torch.fx on one microbatch, so its control flow must not depend on tensor values or on the
+    number of samples, and every layer but BatchNorm must treat each sample separately. (Inside
+    ``torch.compile`` the batch is taken whole.)
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
@@ -108,10 +110,10 @@ def functional(
             None calls the module with the whole batch.
         keep: Where tensors stay between microbatches and for the backward pass: on the
             ``"device"``, or on the ``"host"``, as for ``microbatch``.
-        group: The ranks that share each batch. Each rank gives its own samples, perhaps none, and
-            BatchNorm takes the moments of all of them. All ranks call ``apply`` together.
-            Derivatives are those of the sum of what all ranks return, as
-            ``make_step(..., group=...)`` adds it up. Not inside ``torch.compile``.
+        group: The ranks that share each batch. Each rank passes its own samples, perhaps none, and
+            BatchNorm uses the statistics of all of them. All ranks call ``apply`` together.
+            Derivatives are those of the sum over all ranks' results, as
+            ``make_step(..., group=...)`` adds them up. It raises inside ``torch.compile``.
 
     Example:
         >>> fn = functional(torch.nn.BatchNorm1d(2, affine=False))

@@ -1,4 +1,4 @@
-"""What a training step takes and gives, and its functions."""
+"""What a training step takes and returns, and its functions."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
@@ -11,17 +11,17 @@ from .._core import ledger
 
 @states.loadable
 class TrainState(NamedTuple):
-    """All that a run is, as tensors: save it, stack it, look at it.
+    """The whole state of a run, in tensors: save it, stack it, look at it.
 
     Attributes:
         params: The parameters.
-        buffers: Running statistics and the like; ``()`` where none are configured.
-        opt_state: What the optimizer keeps.
+        buffers: Running statistics and the like; ``()`` without ``buffers=``.
+        opt_state: The state of the optimizer.
         loss_scale: A ``LossScaleState``; ``()`` without one.
-        key: The key that all keyed randomness of the run comes from.
-        attempts: How many steps there were, applied or not.
+        key: The key of the run, from which the keys of samples are made.
+        attempts: How many steps were taken, applied or not.
         applied: How many of them were applied.
-        samples: How many samples they had.
+        samples: How many samples they had in all.
 
     Example:
         >>> import torch
@@ -44,21 +44,21 @@ class TrainState(NamedTuple):
 
 @states.loadable
 class StepInfo(NamedTuple):
-    """What happened in a step, in 0-d tensors that nothing has waited for.
+    """What happened in a step, in 0-d tensors; nothing has synchronised with the device yet.
 
     Attributes:
         loss: The loss over the whole batch, float64.
         grad_norm: The norm of the full batch's gradient: unscaled, before clipping.
-        weight: What the loss was divided by: samples, or what ``Weighted`` says; 0 for sums.
-        microbatches: How many microbatches there were.
+        weight: What the loss was divided by: samples, or the weight of ``Weighted``; 0 for sums.
+        microbatches: How many microbatches the batch had.
         skipped: How many of them ``nonfinite="skip"`` left out.
         applied: Whether the step was applied: its gradients, loss and learning rates were finite,
-            and anything had a weight.
-        scale: The loss scale that it was computed with.
-        lr: The learning rate: of each label with ``partition``; ``()`` if the optimizer does not
-            tell.
-        aux: What the loss returned beside its value, reduced; ``()`` without ``has_aux``.
-        noise: How much the microbatches' gradients scatter, for ``noise_scale`` and
+            and the weight was not zero.
+        scale: The loss scale of the step.
+        lr: The learning rate of the step; with ``partition`` a dict with one per label; ``()`` if
+            the optimizer does not tell.
+        aux: The aux of the loss, reduced; ``()`` without ``has_aux``.
+        noise: How much the gradients of the microbatches scatter, for ``noise_scale`` and
             ``running_noise_scale``; ``()`` without ``noise=True``.
 
     Example:
@@ -84,12 +84,12 @@ class StepInfo(NamedTuple):
 
 @states.loadable
 class StepWindow(NamedTuple):
-    """A step that has begun: what its microbatches have come to so far.
+    """A step that has begun: the sums over its microbatches so far.
 
     Attributes:
         accum: The gradients of the *scaled* loss, the weight and the counts.
-        buffers: What the next microbatch is given; ``()`` where none are configured.
-        rows: How many samples they had; it begins at 0, so that windows of ranks can be merged.
+        buffers: The buffers for the next microbatch; ``()`` without ``buffers=``.
+        rows: How many samples the microbatches had, from 0, so that windows of ranks can be merged.
     """
 
     accum: ledger.AccumState
@@ -191,28 +191,30 @@ class Functions(NamedTuple):
 
 
 class Step(Functions):
-    """A step: called with ``(state, batch, *shared)`` it gives ``(state, info)``.
+    """A training step: ``step(state, batch, *shared)`` returns ``(state, info)``.
 
     Attributes:
-        init: ``init(params, buffers=None, seed=0)`` gives the first state, of copies.
-        window: ``window(state, microbatches, *shared, weights=None)`` gives ``(state, info)``: one
-            step over the microbatches of a stream, such as a list that ``windows`` gave. It is
-            ``begin``, ``update`` for each of them, and ``apply``, with aux reduced as by the step.
-        begin: ``begin(state)`` gives an empty window, for a stream of microbatches.
-        update: ``update(state, window, microbatch, *shared, offset=None, weights=None)`` gives the
-            window with one more, or ``(window, aux)``. It need not have samples, or as many in each
-            of its tensors, where the loss is no mean over samples, and there are no keys: packed
-            sequences, or a list of images of several sizes, with ``Weighted``. With keys,
-            ``offset`` says how many samples of the step come before it, where ranks share them out
-            or they come in another order. Of a sum of ``Weighted``, ``weights`` are those of each
-            term over all microbatches of the step.
-        apply: ``apply(state, window)`` gives ``(state, info)``.
+        init: ``init(params, buffers=None, seed=0)`` returns the first state, made of copies.
+        window: ``window(state, microbatches, *shared, weights=None)`` takes one step over the
+            microbatches of a stream, such as a list from ``windows``, and returns
+            ``(state, info)``. It calls ``begin``, ``update`` for each microbatch, and ``apply``,
+            and reduces aux as the step does.
+        begin: ``begin(state)`` returns an empty window, for a stream of microbatches.
+        update: ``update(state, window, microbatch, *shared, offset=None, weights=None)`` returns
+            the window with one more microbatch, or ``(window, aux)``. If the loss is not a mean
+            over samples and there are no keys, the tensors of a microbatch may differ in length,
+            or have none: packed sequences, or a list of images of several sizes, with
+            ``Weighted``. With keys, ``offset`` is the number of samples of the step that come
+            before this microbatch, if ranks share them or they come in another order. For a sum
+            of ``Weighted``, ``weights`` lists the weight of each term over the whole step.
+        apply: ``apply(state, window)`` applies the step and returns ``(state, info)``.
         whole: ``whole(state, batch, *shared)`` is the step itself.
-        merge: ``merge(a, b)`` gives one window of two that began with the same state, such as those
-            that ranks had saved: sums, counts and samples are added; pooled moments are merged in
-            that order, and any other buffer is that of ``a``. Not for buffers that go sequentially.
-        form: ``form(state, batch, *shared)`` gives ``"eager"``, or how ``compile`` goes through
-            that batch: ``"scan"``, ``"unrolled"`` or ``"loop"``.
+        merge: ``merge(a, b)`` returns one window made of two that began with the same state, such
+            as windows that ranks have saved. Sums, counts and samples are added, pooled moments
+            are merged in that order, and any other buffer is that of ``a``. It raises with
+            ``buffers="sequential"``.
+        form: ``form(state, batch, *shared)`` returns ``"eager"``, or how a compiled step runs that
+            batch: ``"scan"``, ``"unrolled"`` or ``"loop"``.
     """
 
     __slots__ = ()
@@ -223,12 +225,12 @@ class Step(Functions):
     def __call__(
         self, state: TrainState, batch: trees.Tree, *shared: Any
     ) -> tuple[TrainState, StepInfo]:
-        """One step over a whole batch.
+        """Take one step over a whole batch.
 
         Args:
-            state: What ``init`` or the step before gave.
+            state: The state that ``init`` or the last step returned.
             batch: A pytree whose tensors have one row per sample along dim 0.
-            shared: Further arguments of the loss, which each microbatch is given whole: the
+            shared: Further arguments of the loss, which each microbatch receives whole: the
                 parameters of a teacher or a discriminator, class weights, a coefficient.
         """
         return self.whole(state, batch, *shared)

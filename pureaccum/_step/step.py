@@ -33,23 +33,23 @@ def make_step(
     loss_fn: Callable[..., Any],
     optimizer: Any,
     *,
-    has_aux: bool = False,
     microbatch_size: int | Sequence[int] | Literal["auto"] | None = None,
-    memory_budget: int | None = None,
-    retry_after: int | None = None,
-    reduction: Reduction = "mean",
-    aux_reduction: trees.Tree = "concat",
-    loss_scale: LossScale | None = None,
+    has_aux: bool = False,
     policy: precision.Policy | None = None,
-    nonfinite: seams.Nonfinite = "propagate",
-    buffers: Threading | None = None,
-    keys: bool = False,
-    engine: seams.Engine = "auto",
-    check: bool = True,
-    noise: bool = False,
-    group: Any = None,
+    loss_scale: LossScale | None = None,
     donate: bool = False,
     compile: bool | Mapping[str, Any] = False,
+    group: Any = None,
+    buffers: Threading | None = None,
+    keys: bool = False,
+    reduction: Reduction = "mean",
+    aux_reduction: trees.Tree = "concat",
+    nonfinite: seams.Nonfinite = "propagate",
+    check: bool = True,
+    noise: bool = False,
+    engine: seams.Engine = "auto",
+    memory_budget: int | None = None,
+    retry_after: int | None = None,
 ) -> Step:
     """Make a training step out of a loss and an optimizer.
 
@@ -57,74 +57,91 @@ def make_step(
 
         sums, total, weight = those of an accumulator, with the gradients of scale * loss
         grads, loss = sums / weight / scale, total / weight
-        applied = grads, loss and learning rate are finite, and anything had a weight
+        applied = grads, loss and learning rate are finite, and the weight is not zero
         params, opt_state = optimizer.apply(grads, opt_state, params)    # and buffers: if applied
         loss_scale = update(loss_scale, grads, loss and every microbatch are finite)
 
+    Most programs need ``microbatch_size`` and perhaps ``has_aux``. The options are about
+
+    - memory: ``microbatch_size``, ``donate``, ``memory_budget``, ``retry_after``
+    - precision: ``policy``, ``loss_scale``, ``nonfinite``
+    - speed: ``compile``, ``engine``
+    - the loss: ``has_aux``, ``aux_reduction``, ``reduction``, ``buffers``, ``keys``
+    - several processes: ``group``
+    - diagnosis: ``check``, ``noise``
+
     Args:
-        loss_fn: ``loss_fn(params, batch, *shared)`` gives a scalar or ``Weighted``; with
-            ``has_aux``, that and anything else. With ``buffers`` it also takes ``buffers=`` and
-            returns ``(loss, new_buffers)``, or ``(loss, (new_buffers, aux))``. With ``keys`` it
-            also takes ``keys=``, one key a sample.
+        loss_fn: ``loss_fn(params, batch, *shared)`` returns a scalar or ``Weighted``; with
+            ``has_aux``, a pair of that and anything else. With ``buffers`` it also takes
+            ``buffers=`` and returns ``(loss, new_buffers)``, or ``(loss, (new_buffers, aux))``.
+            With ``keys`` it also takes ``keys=``, one key per sample. A batch of several tensors
+            is one tree: ``x, y = batch`` or ``batch["x"]``.
         optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
             anything with ``init(params)`` and ``apply(grads, state, params)``.
-        has_aux: Whether the loss returns ``(loss, aux)``.
         microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
-            of each, for batches of so many; None takes a batch whole. ``"auto"`` takes as many as
-            memory allows: the whole batch, and after an out-of-memory error half of that, and so
-            on; the next batches begin there. The result is that of the size that succeeded. After
-            an error the loss is called again, with the same random numbers; at size 1 the error is
-            raised. A microbatch of a stream is cut in the same way. ``noise`` needs two
-            microbatches, and begins with half of a batch; ``compile`` makes graphs of sizes that
-            succeeded without.
-        memory_budget: For ``"auto"``: bytes that a step may hold beyond its arguments, such as
-            gradients, activations and the next state. A CPU needs it, since Linux promises more
-            memory than there is. Sizes that are not yet known to fit are tried under a count of
-            what is alive, in a run that is dropped; later steps are not counted. (What is done with
-            the sums is not counted if ``donate`` has it write over the old state.)
-        retry_after: For ``"auto"``: how many steps after a size failed twice the size that went
-            well is tried again; None never does. Memory that others held may be free by then.
+            of each microbatch, for batches of that many samples; None takes a batch whole.
+            ``"auto"`` tries the whole batch, and after an out-of-memory error half of that size,
+            and so on; later batches begin with the size that succeeded. The result is exactly that
+            of the size that succeeded. The loss is rerun with the same random numbers after an
+            out-of-memory error; if one sample does not fit, the error is raised. ``"auto"`` cuts
+            the microbatches of a stream in the same way. With ``noise`` it begins with half of a
+            batch, because ``noise`` needs two microbatches.
+        has_aux: Whether the loss returns ``(loss, aux)``.
+        policy: Mixed precision: see ``Policy``.
+        loss_scale: ``dynamic_loss_scale`` or ``static_loss_scale``; None scales nothing. The scale
+            multiplies the gradient that flows into the loss, not the loss. Compute the loss itself
+            in float32: 65536, the default scale, is inf in float16.
+        donate: Whether each call gives up the state that it receives, so that its memory can be
+            used again. A later use of that state raises an error.
+        compile: Whether the step compiles itself when it is first called with a batch of new sizes:
+            True, or the arguments of ``torch.compile``, such as ``{"mode": "reduce-overhead"}``.
+            The microbatches become a loop inside one graph; where gradients are large, one graph
+            runs once per microbatch. ``step.form(state, batch)`` tells which. A Python number is a
+            constant of a graph, and may take eight values at most; a tensor may change every step.
+        group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once it
+            is initialised. Every rank calls the step with its own samples, any number of them,
+            even none. The ranks add up their sums once per step, and all reach the same state.
+            Counts are those of all ranks; ``aux`` is this rank's own. Ranks whose states or
+            settings differ all raise a ``ValueError`` that names the difference. On a CPU the ranks
+            compare settings, counts, scales and rates at every step, and everything that a state
+            holds at steps 1, 2, 4, 8, …. On a GPU the ranks synchronise only at those steps, and
+            only the first compares everything; at other steps a mismatch makes all ranks skip the
+            update.
+        buffers: How buffers pass through the microbatches: ``"freeze"`` leaves them as they are,
+            ``"sequential"`` hands them from one microbatch to the next, and ``"pooled"`` updates
+            BatchNorm's running statistics once, from the moments of all microbatches. Those are
+            the full batch's for a BatchNorm with no other above it, and for every BatchNorm with
+            ``functional(module, microbatch_size=...)`` and no size here. With a size here a
+            BatchNorm normalises by microbatch, which needs ``check=False``.
+        keys: Whether the loss receives one key per sample, made of the run's seed, the number of
+            the step and the sample's position. Dropout masks then do not depend on how a batch is
+            cut.
         reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: see ``grad_and_value``.
-        loss_scale: ``dynamic_loss_scale`` or ``static_loss_scale``; None scales nothing.
-        policy: Mixed precision.
-        nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``. Whatever
-            it is, a step whose gradient is not finite is not applied.
-        buffers: How buffers go through the microbatches: ``"freeze"``, ``"sequential"`` or
-            ``"pooled"``, which updates BatchNorm's running statistics once, from the moments of
-            all microbatches: the full batch's, for a BatchNorm with no other above it (for all of
-            them with ``functional(module, microbatch_size=...)`` and no size here).
-            With a size here a BatchNorm normalises by microbatch, which wants ``check=False``.
-        keys: Hand each sample of a batch a key of its own, made of the run's seed, the number of
-            the step and the number of the row: masks do not depend on how a batch is cut.
-        engine: ``"auto"`` is autograd at top level, which is faster and runs every loss, and
-            torch.func under a transform or a compiler, and for a loss that calls what keeps no
-            graph: a gradient of its own, a step. ``"func"`` and ``"autograd"`` force that engine.
-            All give the same bits, but for the few operations that torch.func differentiates by
-            another formula: see ``grad_and_value``.
-        check: Whether the loss is asked if microbatches add up: see ``grad_and_value``.
-        noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
-            ``noise_scale`` and ``running_noise_scale``.
-        group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once that
-            is initialised. Every rank calls the step with its own samples, as many as it has,
-            perhaps none; sums are added up over the ranks once a step, and all ranks come to the
-            same state. Counts are those of all ranks; ``aux`` is this rank's own. Ranks whose
-            states or settings differ all get a ``ValueError`` that names what differs. A CPU
-            compares settings, counts, scales and rates at every step, and all that a state holds at
-            steps 1, 2, 4, 8, …. An accelerator is waited for at those alone, and all is read at the
-            first; at the others a step whose ranks differ is not applied on any of them.
-        donate: Each call gives up the state that it is given, and its memory is used again.
-        compile: The step compiles itself, when it is first called with a batch of new sizes: the
-            microbatches are a loop inside one graph, or where gradients are large a graph that
-            runs once for each. ``step.form(state, batch)`` says which. A Python number is a
-            constant there, of eight values at most; a tensor may change at every step. True, or the
-            arguments of ``torch.compile``, such as ``{"mode": "reduce-overhead"}``.
+        nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``. In any
+            case a step whose gradient is not finite is not applied.
+        check: Whether the step checks that microbatches add up to the batch: see
+            ``grad_and_value``.
+        noise: Whether to measure how much the gradients of microbatches scatter: ``info.noise``,
+            for ``noise_scale`` and ``running_noise_scale``.
+        engine: ``"auto"`` is autograd at top level, which is faster and runs every loss. It is
+            torch.func under a transform or a compiler, and for a loss that itself calls a gradient
+            or a step. ``"func"`` and ``"autograd"`` force that engine. All give the same bits,
+            except for the few operations that torch.func differentiates by another formula: see
+            ``grad_and_value``.
+        memory_budget: For ``"auto"``: how many bytes a step may hold beyond its arguments, such as
+            gradients, activations and the next state. A CPU needs it, because Linux promises more
+            memory than it has. A size that is not yet known to fit is tried in a run that counts
+            memory and is thrown away; later steps are not counted. With ``donate`` the count leaves
+            out the update, which writes over the old state.
+        retry_after: For ``"auto"``: after how many steps to retry a size that failed twice, since
+            memory that others held may be free by then. None never retries.
 
     Returns:
         The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch, *shared)``, and for a
         stream ``window(state, microbatches, *shared)``, or piece by piece ``begin(state)``,
         ``update(state, window, microbatch, *shared)``, ``apply(state, window)`` and ``merge(a, b)``
-        of two windows. ``help(step)`` says what each of them gives.
+        of two windows. ``help(step)`` explains each of them.
 
     Example:
         >>> from pureaccum import sgd
