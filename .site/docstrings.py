@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: the form that ``help()`` shows well becomes the form that the site shows well.
+"""Docstrings as Markdown: what ``help()`` shows well becomes what the site shows well.
 
 A link is `` `text <address>`_ ``, code follows ``::``, several arguments may share one entry, and
 "As for ``grad``." stands for what ``grad`` says of the same argument. Annotations that are names of
@@ -17,6 +17,9 @@ LINK = re.compile(r"`([^`<>]+?)\s+<([^<>`\s]+)>`_")
 CODE = re.compile(r"^(.*)::\n\n((?: {4}.*\n|\n)*(?: {4}.*(?:\n|\Z)))", re.MULTILINE)
 SECTION = re.compile(r"^([A-Z]\w+):\n((?: {4}.*(?:\n|\Z)|\n)+)", re.MULTILINE)
 SEE = re.compile(r"\b(as for|see) ``(\w+)``", re.IGNORECASE)
+TAG = re.compile(  # or code
+    r"^```.*?^```$|^Examples:\n(?: {4}[^\n]*\n|\n)+|``.*?``|<(?=\w)", re.MULTILINE | re.DOTALL
+)
 SAME = re.compile(r"As for ``(\w+)``\.")
 Docs = dict[str, tuple[str, str]]  # where each public name lies, and its docstring
 
@@ -24,9 +27,14 @@ Docs = dict[str, tuple[str, str]]  # where each public name lies, and its docstr
 def markdown(doc: str, docs: Docs) -> str:
     """A docstring as griffe's parser and Markdown take it."""
     doc = SECTION.sub(lambda found: _section(found[1], dedent(found[2]).strip(), docs), doc)
+    doc = CODE.sub(lambda found: f"{found[1]}:\n\n{_fenced(found[2])}\n", doc)
     doc = LINK.sub(lambda found: f"[{' '.join(found[1].split())}]({found[2]})", doc)
-    doc = CODE.sub(lambda found: f"{found[1]}:\n\n```python\n{dedent(found[2]).strip()}\n```\n", doc)
+    doc = TAG.sub(lambda found: "&lt;" if found[0] == "<" else found[0], doc)
     return SEE.sub(lambda found: _reference(found, docs), doc)
+
+
+def _fenced(code: str) -> str:
+    return f"```python\n{dedent(code).strip()}\n```"
 
 
 def _section(title: str, text: str, docs: Docs) -> str:

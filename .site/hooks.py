@@ -2,9 +2,9 @@
 
 ``PAGES`` maps files of the repository to pages. A link in one of them is written for GitHub; here
 it becomes a link to another page, or to the file on GitHub. The page of all names is made of the
-``:::`` lines of the pages in ``pages/reference`` and of docstrings. No file is written or changed.
+``:::`` lines of the pages in ``pages/reference`` and of docstrings. No file is changed.
 
-Nothing of MkDocs is imported before it calls, so that tests read this file where it is not installed.
+Nothing of MkDocs is imported at the top: tests read this file where it is not installed.
 """
 
 import inspect
@@ -33,14 +33,14 @@ PAGES = {
 SOURCES = {page: source for source, page in PAGES.items()}
 REF = os.environ.get("SITE_REF", "main")  # the branch or tag that links to files on GitHub name
 
-# Modules whose functions and classes are public, with names that are no functions or classes.
-MODULES = {
-    "pureaccum": set(),
-    "pureaccum.curvature": set(),
-    "pureaccum.distributed": set(),
-    "pureaccum.testing": set(),
-    "pureaccum.testing.strategies": set(),
-}
+# The modules whose functions and classes are public.
+MODULES = (
+    "pureaccum",
+    "pureaccum.curvature",
+    "pureaccum.distributed",
+    "pureaccum.testing",
+    "pureaccum.testing.strategies",
+)
 
 
 # Names ---------------------------------------------------------------------------------------
@@ -62,21 +62,31 @@ def _exported(module: Any) -> list[str]:
     return re.findall(r"^ *from .* import (\w+) as \1$", inspect.getsource(module), re.MULTILINE)
 
 
-def groups() -> dict[str, list[str]]:
-    """The names on each page of the reference, in the order of the page."""
-    pages = (path for path in REFERENCE.glob("*.md"))
-    return {path.stem: re.findall(r"^::: (\S+)", path.read_text("utf-8"), re.M) for path in pages}
+def groups() -> dict[str, dict[str, str]]:
+    """The public names on each page of the reference, and the anchor of each.
+
+    A function that has the name of its file, as ``curvature.cg`` has, is found under
+    ``curvature.cg.cg``. The records that functions return are not public names.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for page in sorted(REFERENCE.glob("*.md")):
+        anchors = re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.MULTILINE)
+        names = {re.sub(r"\.(\w+)\.\1$", r".\1", anchor): anchor for anchor in anchors}
+        if len(names) < len(anchors):
+            raise ValueError(f"{page} lists a name twice")
+        found[page.stem] = {name: at for name, at in names.items() if is_public(name)}
+    return found
 
 
-def is_public(path: str) -> bool:
-    """Whether a user writes this path; the classes of what functions return live elsewhere."""
-    return "._" not in path and ".fixtures." not in path
+def is_public(name: str) -> bool:
+    """Whether a user writes this name."""
+    return "._" not in name and ".fixtures." not in name
 
 
-def first_sentence(path: str) -> str:
-    """What a docstring says of a name in its first paragraph, as Markdown."""
-    module, _, name = path.rpartition(".")
-    doc = inspect.getdoc(getattr(import_module(module), name)) or ""
+def first_sentence(name: str) -> str:
+    """The first paragraph of the docstring of a name."""
+    module, _, last = name.rpartition(".")
+    doc = inspect.getdoc(getattr(import_module(module), last)) or ""
     return " ".join(doc.split("\n\n")[0].split())
 
 
@@ -88,29 +98,33 @@ def all_names(order: list[str]) -> str:
         page = (REFERENCE / f"{stem}.md").read_text("utf-8")
         title = re.search(r"^# (.+)$", page, re.MULTILINE)
         text += f"\n## [{title[1] if title else stem}]({stem}.md)\n\n| | |\n|---|---|\n"
-        for path in filter(is_public, listed[stem]):
-            says = first_sentence(path).replace("|", r"\|")
-            shown = path.replace("pureaccum", "pa", 1)
-            text += f"| [`{shown}`]({stem}.md#{path}) | {says} |\n"
+        for name, anchor in listed[stem].items():
+            says = first_sentence(name).replace("|", r"\|")
+            shown = name.replace("pureaccum", "pa", 1)
+            text += f"| [`{shown}`]({stem}.md#{anchor}) | {says} |\n"
     return text
 
 
 def faults() -> list[str]:
     """What is wrong with the reference: a name on no page or on two, or without a docstring."""
     names = public()
-    placed = [path for paths in groups().values() for path in paths if is_public(path)]
+    placed = [name for page in groups().values() for name in page]
     return [
-        *(f"{path} is on no page of .site/pages/reference" for path in sorted(names - {*placed})),
-        *(f"{path} is not public" for path in sorted({*placed} - names)),
-        *(f"{path} is listed twice" for path in sorted({x for x in placed if placed.count(x) > 1})),
-        *(f"{path} has no docstring" for path in sorted(names) if not first_sentence(path)),
+        *(f"{name} is on no page of .site/pages/reference" for name in sorted(names - {*placed})),
+        *(f"{name} is on a page, and is not public" for name in sorted({*placed} - names)),
+        *(f"{name} is on two pages" for name in sorted({x for x in placed if placed.count(x) > 1})),
+        *(f"{name} has no docstring" for name in sorted(names) if not first_sentence(name)),
     ]
 
 
 # Pages ---------------------------------------------------------------------------------------
 
-CODE = r"^(?P<fence>```+|~~~+)[^\n]*\n.*?^(?P=fence)[ \t]*$|(?P<ticks>`+)(?:[^`\n]|\n(?!\n))+?(?P=ticks)"
-LINK = re.compile(rf"(?:{CODE})|(?<=\]\()(?P<link>[^()\s]+)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(
+    r"^(?P<fence>```+|~~~+).*?^(?P=fence)[ \t]*$"  # code, left alone
+    r"|(?P<ticks>`+)(?:[^`\n]|\n(?!\n))+?(?P=ticks)"
+    r"|(?<=\]\()(?P<link>[^()\s]+)",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def with_links(text: str, source: str, repository: str) -> str:
