@@ -43,7 +43,7 @@ lint: $(VENV)/installed  ## check style, format and types
 	$(RUN) pyright --pythonpath $(VENV)/bin/python
 
 docs: $(VENV)/docs  ## build the site into build/site, which works offline
-	OFFLINE=true $(RUN) mkdocs build --quiet --config-file .site/mkdocs.yml
+	OFFLINE=true $(RUN) mkdocs build --config-file .site/mkdocs.yml
 	@echo build/site/index.html
 
 clean:  ## remove what the other targets made, .venv included
