@@ -229,7 +229,7 @@ def test_a_dead_link_or_a_name_that_is_none_ends_the_build(tmp_path):
         config = config.replace(here, there)
     (tmp_path / "mkdocs.yml").write_text(config.replace("extra_css:\n  - \n", ""))
     for text, good in {
-        "# A page\n\n[alive](#a-page)\n\n::: pureaccum.grad\n": True,
+        "# A page\n\n[alive](#a-page)\n\n::: pureaccum.global_norm\n": True,
         "# A page\n\n[dead](nothing.md)\n": False,
         "# A page\n\n[dead](#nothing)\n": False,
         "# A page\n\n::: pureaccum.grand\n": False,
