@@ -166,11 +166,11 @@ def as_python_markdown(text: str) -> str:
             if not fence:
                 line = re.sub(r"^(```+\w+) .*", r"\1", line)
             fence = "" if fence else mark[1]
-        item = not fence and re.match(r"( *)(?:[-*+]|\d+\.) ", line)
+        item = not fence and re.match(r"( *)([-*+]|\d+\.) ", line)
         if item:
             before = lines[-1] if lines else ""
             listed = re.match(r" *(?:[-*+]|\d+\.) | +\S", before)
-            if before and not listed:
+            if before and not listed and item[2] in "-*+1.":
                 lines.append("")
             line = item[1] + line
         lines.append(line)
