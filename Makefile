@@ -11,11 +11,13 @@ RUN  := $(VENV)/bin/python -m
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The version is pinned in pyproject.toml: pyright need not look for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# Nor need Material for MkDocs warn of MkDocs 2.
+export NO_MKDOCS_2_WARNING := 1
 
 # Bytecode is kept, or each worker, rank and planted fault compiles the tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test others bench gpu lint clean
+.PHONY: help demo test others bench gpu lint docs clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
@@ -40,12 +42,20 @@ lint: $(VENV)/installed  ## check style, format and types
 	$(RUN) ruff format --check
 	$(RUN) pyright --pythonpath $(VENV)/bin/python
 
+docs: $(VENV)/docs  ## build the site into build/site, which works offline
+	OFFLINE=true $(RUN) mkdocs build --config-file .site/mkdocs.yml
+	@echo build/site/index.html
+
 clean:  ## remove what the other targets made, .venv included
 	rm -rf $(VENV) $(VENV)-* build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bench: $(VENV)/installed
 	$(RUN) pip install --quiet -e '.[bench]'
+	@touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(RUN) pip install --quiet -e '.[docs]'
 	@touch $@
 
 # Not the dev extra, which pins torch.
