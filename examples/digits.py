@@ -129,5 +129,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     packages = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
     if missing := [package for name, package in packages.items() if find_spec(name) is None]:
-        raise SystemExit(f"{' and '.join(missing)} missing: pip install 'pureaccum[demo]'")
+        raise SystemExit(f"needs {' and '.join(missing)}: pip install 'pureaccum[demo]'")
     main(resume=arguments.resume)
