@@ -94,7 +94,7 @@ def main(rows: int = 2048, size: int = 128, width: int = 256, steps: int = 30) -
         "one gradient, in microbatches": peak(lambda: gramian(losses, params)),
     }
     for name, bytes_ in held.items():
-        print(f"  Gramian, {name:30}: {bytes_ / 1e6:6.1f} MB")
+        print(f"  Gramian, {name + ':':31}{bytes_ / 1e6:6.1f} MB")
     ratio = held["one gradient, in microbatches"] / held["Jacobian of the whole batch"]
     return {"first": float(first.sum()), "last": float(last.sum()), "off": off, "memory": ratio}
 
