@@ -1,7 +1,7 @@
 """Train a digit classifier: evaluate, checkpoint, resume, plot and print progress.
 
-A small convnet learns scikit-learn's digits in a few seconds. Each step takes 128 images in
-microbatches of 48 (the last one has 32). Dropout has a key for each image, so its masks do not
+A small convnet learns scikit-learn's digits in less than half a minute. Each step takes 128 images
+in microbatches of 48 (the last one has 32). Dropout has a key for each image, so its masks do not
 depend on the microbatch size. The test set is evaluated with the average of the parameters over the
 steps. A run that was stopped resumes from its last checkpoint, and ends with the same bits as one
 that was not.

@@ -63,7 +63,7 @@ def shard(batch: Tensors, mesh: DeviceMesh) -> Tensors:
 
 
 class Gather(torch.autograd.Function):
-    """The whole parameter, for each pass of a layer; its gradient is summed into the shards."""
+    """Gathers a parameter for each pass of a layer; sums its gradient into the shards."""
 
     @staticmethod
     def forward(p: Any) -> Tensor:
@@ -90,7 +90,7 @@ def gathered(layer: Any, params: Tensors, x: Tensor) -> Tensor:
 
 
 def make_loss(mesh: DeviceMesh | None) -> Callable[[Tensors, Any], pa.Weighted]:
-    with torch.device("meta"):  # pure functions need no parameters
+    with torch.device("meta"):  # layers as functions, without parameters
         layers = [pa.functional(layer) for layer in make_net()]
     net = pa.remat_sequential([partial(gathered, fn) for fn in layers], segments=len(layers))
 

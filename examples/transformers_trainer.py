@@ -1,10 +1,10 @@
 """Use the Trainer of transformers with the whole batch's gradient, computed in microbatches.
 
 Its own accumulation is right where a model divides its loss by `num_items_in_batch`, as decoders
-do. Elsewhere it is silently wrong. It adds up the losses of a head that classifies, counts means of
-your `compute_loss` alike whatever their words, and adds up a router's balance loss. Here a batch is
-a step, split as memory demands. The Trainer divides what `compute_loss` returns, so the class
-overrides `training_step`. Clipping, optimizer, schedule and logs use the `p.grad` that it sets.
+do. Elsewhere it is silently wrong: it adds up the losses of a head that classifies, weighs means of
+your own `compute_loss` equally for any number of words, and adds up a router's balance loss. Here a
+batch is a step, split as memory demands. The Trainer divides what `compute_loss` returns, so the
+class overrides `training_step`. Clipping, optimizer, schedule and logs use the `p.grad` it sets.
 
     Run:   python examples/transformers_trainer.py
     Needs: pip install transformers accelerate
