@@ -113,7 +113,7 @@ def make_step(mesh: DeviceMesh | None, size: int = SIZE) -> Any:
 
 
 def train(mesh: DeviceMesh | None, stop: int, folder: Path | None = None) -> Tensors:
-    """The parameters after ``stop`` steps, begun anew or from the checkpoint in a folder."""
+    """The parameters after ``stop`` steps, from the start or from the checkpoint in a folder."""
     step = make_step(mesh)
     state = step.init(make_params(mesh))
     if folder and folder.exists():
