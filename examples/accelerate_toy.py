@@ -1,11 +1,12 @@
-"""Fit y = 2 x with one step of SGD, with and without accumulation, and end at the same weight.
+"""Fit y = 2x with one step of SGD, with and without accumulation, and get the same weight.
 
-This is the example with which Hugging Face Accelerate shows its accumulation: eight samples, four
-microbatches of two, a weight that begins at 0, and 2.04000 both ways. Dividing each loss by the
-number of microbatches gives that as well, as long as all have the same number of samples; cut into
-3, 3 and 2 it does not, since a sample of the last one then counts for more than any other.
+Hugging Face Accelerate shows its accumulation with this example: eight samples, four microbatches
+of two, a weight that starts at 0, and 2.04000 both ways. Dividing each loss by the number of
+microbatches gives that too, as long as all microbatches have the same size. With microbatches of 3,
+3 and 2 it does not, since each sample of the last one counts for more.
 
-    python examples/accelerate_toy.py
+    Run:   python examples/accelerate_toy.py
+    Needs: no extra
 """
 
 import torch
@@ -28,7 +29,7 @@ def loss(weight: Tensor, batch: list[Tensor]) -> Tensor:
 
 
 def accumulated(rows: int) -> Tensor:
-    """The weight after one step over all that the loader yields."""
+    """The weight after one step over everything that the loader yields."""
     loader = DataLoader(TensorDataset(X, Y), batch_size=rows)
     step = pa.make_step(loss, pa.sgd(LR))
     state = step.init(WEIGHT)
@@ -41,7 +42,7 @@ def accumulated(rows: int) -> Tensor:
 
 
 def at_once() -> Tensor:
-    """The weight after one step over the whole batch, by torch alone."""
+    """The weight after one step over the whole batch, with torch alone."""
     weight = WEIGHT.clone().requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=LR)
     loss(weight, [X, Y]).backward()
@@ -50,7 +51,7 @@ def at_once() -> Tensor:
 
 
 def usual_loop(rows: int) -> Tensor:
-    """The weight after one step of accumulation as it is mostly written."""
+    """The weight after one step of the accumulation loop that most people write."""
     loader = DataLoader(TensorDataset(X, Y), batch_size=rows)
     weight = WEIGHT.clone().requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=LR)
@@ -65,7 +66,7 @@ def main() -> dict[str, Tensor]:
     for rows in (3, 2):
         weights |= {f"usual, by {rows}": usual_loop(rows), f"by {rows}": accumulated(rows)}
         cut = ", ".join(str(len(part)) for part in X.split(rows))
-        print(f"samples cut {cut}:")
+        print(f"microbatches of {cut} samples:")
         print(f"  loss / k, the final model weight is {weights[f'usual, by {rows}'].item():.5f}")
         print(f"  pureaccum, the final model weight is {weights[f'by {rows}'].item():.5f}")
     print(f"w/ accumulation, the final model weight is {weights['by 2'].item():.5f}")

@@ -1,11 +1,12 @@
-"""Train in fp16 with a loss scale, over windows of microbatches of which the last one is short.
+"""Train in fp16 with a loss scale, where the last window of microbatches in an epoch is short.
 
-Eleven microbatches in windows of four leave a window of three. The usual loop divides every loss
-by four all the same, and so the last update of every epoch is three quarters of what it should be.
-Sums that are divided once, by the number of samples, are right in a short window too. An overflow
-makes the scale back off; you choose whether it costs the window or only its microbatch.
+Eleven microbatches in windows of four leave a window of three. The usual loop still divides every
+loss by four, so the last update of each epoch has three quarters of its size. pureaccum divides the
+sum once, by the number of samples, so a short window is right too. An overflow makes the loss scale
+back off. You choose whether it costs the whole window or only its microbatch.
 
-    python examples/amp_training.py
+    Run:   python examples/amp_training.py
+    Needs: no extra
 """
 
 import optree
@@ -30,7 +31,7 @@ def make_net() -> nn.Module:
 def usual_loop(
     loader: DataLoader, k: int, epochs: int, dtype: torch.dtype = torch.float16
 ) -> list[Params]:
-    """The parameters after every step, by GradScaler and autocast as they are mostly used."""
+    """The parameters after every step, with GradScaler and autocast as most people use them."""
     net, history = make_net(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     scaler = torch.amp.GradScaler(DEVICE, enabled=dtype == torch.float16)
@@ -50,7 +51,7 @@ def usual_loop(
 def ours(
     loader: DataLoader, k: int, epochs: int, nonfinite: str = "propagate"
 ) -> tuple[list[Params], list[pa.StepInfo]]:
-    """The parameters and the info after every step, by a pure step."""
+    """The parameters and the info after every step, with a pure step."""
     fn = pa.functional(make_net())
 
     def loss(params: Params, batch: list[Tensor]) -> Tensor:
@@ -60,8 +61,8 @@ def ours(
     step = pa.make_step(
         loss,
         pa.sgd(LR),
-        policy=pa.Policy(autocast=torch.float16),  # float32 masters; opened in each microbatch
-        loss_scale=pa.dynamic_loss_scale(),  # begins and moves as GradScaler does
+        policy=pa.Policy(autocast=torch.float16),  # parameters stay float32
+        loss_scale=pa.dynamic_loss_scale(),  # starts and moves like GradScaler
         nonfinite=nonfinite,
     )
     state = step.init(fn.params)
@@ -95,16 +96,17 @@ def main(rows: int = 16, epochs: int = 5) -> dict[str, list[float]]:
         "pureaccum, windows of 4": ours(cut, K, epochs)[0],
     }
     said = {}
-    columns = "update of short window", f"off after {3 * epochs} steps"
-    print(f"{'beside float32, whole batches':30}{columns[0]:>24}{columns[1]:>20}")
+    columns = "update of short window", f"error after {3 * epochs} steps"
+    print(f"{'compared with float32':30}{columns[0]:>24}{columns[1]:>24}")
     for name, history in runs.items():
-        # in the first epoch, all ways reach the short window with the same parameters
+        # in the first epoch, all ways reach the short window with the same parameters;
+        # the error is relative to the distance that the parameters have moved
         size = apart(history[2], history[1]) / apart(exact[2], exact[1])
         off = apart(history[-1], exact[-1]) / apart(exact[-1], start)
         said[name] = [float(size), float(off)]
-        print(f"{name:30}{f'{size:.3f} of its size':>24}{f'{100 * off:.2f} % of the way':>20}")
+        print(f"{name:30}{f'{size:.3f} of its size':>24}{f'{100 * off:.2f} %':>24}")
 
-    x[5 * rows] = 3e4  # finite in fp16, but the gradients that it gives are not
+    x[5 * rows] = 3e4  # finite in fp16, but its gradients are not
     for nonfinite in ("propagate", "skip"):
         print(f"a sample of 3e4 in the second window, nonfinite={nonfinite!r}:")
         _, infos = ours(cut, K, 1, nonfinite)

@@ -1,13 +1,13 @@
-"""Give a network with BatchNorm the full batch's gradient, from microbatches.
+"""Compute the full batch's gradient of a network with BatchNorm, in microbatches.
 
-A BatchNorm normalises with the mean and variance of whatever it is given, so a batch in parts is
-another function: the usual loop gives another gradient and other running statistics. Where the
-network is cut at its BatchNorms, all microbatches go through one part of it before any goes through
-the next, and each BatchNorm is given the moments of all samples. GroupNorm, which looks at one
-sample at a time, needs none of this: any two sums of gradients, of other samples or ranks, are
-merged.
+BatchNorm normalises with the mean and variance of its input, so a batch in parts is another
+function: the usual loop gives another gradient and other running statistics. Here the network is
+cut at its BatchNorms. All microbatches run through one part of it before any runs through the next,
+and each BatchNorm gets the moments of all samples. GroupNorm looks at one sample at a time and
+needs none of this: any two sums of gradients, over other samples or ranks, can be merged.
 
-    python examples/batchnorm_exact.py
+    Run:   python examples/batchnorm_exact.py
+    Needs: no extra
 """
 
 import copy
@@ -41,7 +41,7 @@ def error(out: Tensor, batch: Tensors) -> Tensor:
 
 
 def usual_loop(net: nn.Module, batch: Tensors, size: int) -> Result:
-    """Accumulation as it is mostly written; of one microbatch, the full batch by torch alone."""
+    """The loop that most people write; with one microbatch, the full batch in plain torch."""
     net = copy.deepcopy(net)
     parts = list(pa.microbatches(batch, size))
     for part in parts:
@@ -50,7 +50,7 @@ def usual_loop(net: nn.Module, batch: Tensors, size: int) -> Result:
 
 
 def one_step(step: Any, net: nn.Module, batch: Tensors) -> Result:
-    """What a step gives: with a learning rate of 1, the parameters lose their gradient."""
+    """The gradient of a step: with a learning rate of 1, the parameters move by it."""
     fn = pa.functional(net)
     state, _ = step(step.init(fn.params, buffers=fn.buffers), batch)
     return optree.tree_map(torch.sub, fn.params, state.params), state.buffers
@@ -71,7 +71,7 @@ def main(rows: int = 128, size: int = 16) -> dict[str, tuple[float, float]]:
     image = torch.randn(rows, 3, 16, 16).double() + label[:, None, None, None] / 5
     batch = {"image": image, "label": label}
     told: dict[str, tuple[float, float]] = {}
-    print(f"{f'{rows} rows by {size}, off from all at once':42}{'gradient':>10}{'statistics':>12}")
+    print(f"{f'{rows} samples by {size}: error':42}{'gradient':>10}{'statistics':>12}")
 
     def tell(name: str, came: Result, exact: Result) -> None:
         told[name] = off(came[0], exact[0]), off(statistics(came[1]), statistics(exact[1]))
@@ -88,8 +88,8 @@ def main(rows: int = 128, size: int = 16) -> dict[str, tuple[float, float]]:
         return loss
 
     def step_of(fn: Any, size: int | None = None) -> Any:
-        sgd = pa.sgd(1.0, momentum=0.9)  # one update of the running statistics per step
-        options: Any = {"buffers": "pooled", "check": False}  # else the plain cut is refused
+        sgd = pa.sgd(1.0, momentum=0.9)  # one update of the statistics per step
+        options: Any = {"buffers": "pooled", "check": False}  # without it the plain split raises
         return pa.make_step(loss_of(fn), sgd, microbatch_size=size, **options)
 
     steps = {"full batch": step_of(fn), "plainly cut": step_of(fn, size), "exact": step_of(cut)}
@@ -106,7 +106,7 @@ def main(rows: int = 128, size: int = 16) -> dict[str, tuple[float, float]]:
         )
     )
     states = []
-    for part in pa.microbatches(batch, 5 * rows // 8):  # as it might be on two ranks: 80 and 48
+    for part in pa.microbatches(batch, 5 * rows // 8):  # as on two ranks: 80 and 48
         states.append(acc.init(params))
         for microbatch in pa.microbatches(part, size):
             states[-1] = acc.update(states[-1], params, microbatch)
@@ -115,7 +115,7 @@ def main(rows: int = 128, size: int = 16) -> dict[str, tuple[float, float]]:
     told["GroupNorm"] = off(grads, exact), 0.0
     print(f"  {'GroupNorm, two uneven sums, merged':40}{told['GroupNorm'][0]:>10.1e}{'none':>12}")
 
-    print(f"{'kB held by':15}" + "".join(f"{name:>15}" for name in steps))
+    print(f"{'memory in kB':15}" + "".join(f"{name:>15}" for name in steps))
     reports = {
         name: pa.memory_report(step, step.init(fn.params, buffers=fn.buffers), batch).measured
         for name, step in steps.items()

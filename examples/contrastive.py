@@ -1,11 +1,12 @@
-"""Train two towers on a contrastive loss whose batch is larger than memory would hold.
+"""Train two towers with a contrastive loss, on a batch larger than memory would hold.
 
-Every sample of an InfoNCE loss is compared with every other. A plain loss that is cut into
-microbatches compares it with only the few samples beside it: another loss. So the towers alone run
-on microbatches, and the loss sees the embeddings of all samples, which are small; the gradient is
-that of the full batch.
+An InfoNCE loss compares every sample with every other. Split into microbatches, it compares a
+sample only with those in its microbatch, which is another loss. So only the towers run in
+microbatches. The loss sees the embeddings of all samples, which are small, and the gradient is that
+of the full batch.
 
-    python examples/contrastive.py
+    Run:   python examples/contrastive.py
+    Needs: no extra
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ def embed(params: Any, batch: Batch) -> Batch:
 
 
 def info_nce(params: Any, embedded: Batch) -> Tensor:
-    """The loss of all rows: find each image's text among all texts, and each text's image."""
+    """Find each image's text among all texts, and each text's image among all images."""
     logits = embedded["images"] @ embedded["texts"].T * params["scale"].exp()
     right = torch.arange(len(logits))
     return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
@@ -52,7 +53,7 @@ def loss_of(params: Any, batch: Batch) -> Tensor:
 
 
 def off(grads: Any, exact: Any) -> float:
-    """How far one gradient is from another, relative to the other."""
+    """The distance from the exact gradient, relative to its norm."""
     apart = optree.tree_map(torch.sub, grads, exact)
     return float(pa.global_norm(apart) / pa.global_norm(exact))
 
@@ -66,7 +67,7 @@ def main(steps: int = 40, rows: int = 512) -> tuple[float, float]:
     batch = pairs(rows)
     exact = torch.func.grad(lambda p: info_nce(p, embed(p, batch)))(params)
     for name, size in (("the towers in microbatches", None), ("the loss in microbatches", 16)):
-        # without check=False the second one is refused
+        # without check=False the second one raises
         grads = pa.grad(loss_of, microbatch_size=size, check=False)(params, batch)
         print(f"{name}: off by {off(grads, exact):.1e} of the full batch's gradient")
 
@@ -78,10 +79,10 @@ def main(steps: int = 40, rows: int = 512) -> tuple[float, float]:
         losses.append(float(info.loss))
         if i % 10 == 0:
             print(f"step {i}: loss {losses[-1]:.3f}")
-    print(f"at last: loss {losses[-1]:.3f}, scale {float(state.params['scale'].exp()):.2f}")
+    print(f"end: loss {losses[-1]:.3f}, scale {float(state.params['scale'].exp()):.2f}")
     return losses[0], losses[-1]
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors are too small for more
+    torch.set_num_threads(1)  # the tensors are small
     main()

@@ -1,17 +1,19 @@
-"""A whole training program: train, evaluate, checkpoint, resume, plot, and say how it goes.
+"""Train a digit classifier: evaluate, checkpoint, resume, plot and print progress.
 
-A convnet learns scikit-learn's digits in some seconds. A step takes 128 images in microbatches of
-48 (the last one has 32); dropout has a key for each image, so that masks do not depend on that cut.
-What is evaluated is the average of the parameters over the steps. Stopped at any time, the run goes
-on from its checkpoint to the bits that it would have come to.
+A small convnet learns scikit-learn's digits in less than half a minute. Each step takes 128 images
+in microbatches of 48 (the last one has 32). Dropout has a key for each image, so its masks do not
+depend on the microbatch size. The test set is evaluated with the average of the parameters over the
+steps. A run that was stopped resumes from its last checkpoint, and ends with the same bits as one
+that was not.
 
-    pip install scikit-learn            # the data; and matplotlib, for the picture
-    python examples/digits.py           # trains, and writes digits.ckpt and digits.png
-    python examples/digits.py --resume  # goes on from digits.ckpt
+    Run:   python examples/digits.py           # writes digits.ckpt and digits.png
+           python examples/digits.py --resume  # continues from digits.ckpt
+    Needs: pip install 'pureaccum[demo]'
 """
 
 import argparse
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,9 @@ FN, AVERAGE = pa.functional(NET), pa.ema(0.98)
 
 
 def data() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """1,500 digits to learn, and 297 to be tested on."""
-    try:
-        from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
-    except ModuleNotFoundError as error:
-        raise SystemExit("the digits come with scikit-learn: pip install scikit-learn") from error
+    """1,500 digits for training, and 297 for the test."""
+    from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
+
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     batch = {"x": x, "y": torch.tensor(labels)}
@@ -46,7 +46,7 @@ def data() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def loss(params: Any, batch: Any, keys: Any = None) -> Any:
-    """The mean over samples, and metrics: each has a weight of its own."""
+    """The mean over samples, and metrics, each with its own weight."""
     x = batch["x"] if keys is None else pa.dropout(batch["x"], 0.2, keys)
     out, _ = FN.apply(params, FN.buffers, x)
     right = out.argmax(1) == batch["y"]
@@ -59,29 +59,30 @@ def loss(params: Any, batch: Any, keys: Any = None) -> Any:
 
 
 def make() -> tuple[Any, Any]:
-    """The step, and what a run is: the training state, and the average."""
+    """The step, and the run: training state, average and history."""
     schedule = pa.join_schedules(
         [pa.linear_warmup(3e-3, 20), pa.cosine_decay(3e-3, STEPS - 20)], [20]
     )
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(schedule))
     step = pa.make_step(loss, optimizer, has_aux=True, microbatch_size=SIZE, keys=True)
     state = step.init(FN.params, seed=0)
-    seen = torch.full((STEPS // EVERY, 3), torch.nan)  # loss, and of the test set loss and accuracy
+    seen = torch.full((STEPS // EVERY, 3), torch.nan)  # training loss, test loss, accuracy
     return step, {"state": state, "average": AVERAGE.init(state.params), "seen": seen}
 
 
 def batch_of(train: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-    """Drawn from the number of the step: a run that goes on sees what it would have seen."""
+    """Drawn from the step number, so a resumed run sees the same batches."""
     at = torch.randint(len(train["y"]), (BATCH,), generator=torch.Generator().manual_seed(step))
     return {name: x[at] for name, x in train.items()}
 
 
 def main(folder: str = ".", *, resume: bool = False, stop: int = STEPS) -> dict[str, Any]:
-    """Train up to a step; returns what the run is then."""
+    """Train up to step ``stop``, and return the run."""
     (train, test), (step, run) = data(), make()
     checkpoint, began = Path(folder) / "digits.ckpt", time.perf_counter()
     if resume:
         run = pa.load(checkpoint, like=run)
+        print(f"resumed from {checkpoint} after {int(run['state'].attempts)} of {STEPS} steps")
     evaluate = pa.value(loss, has_aux=True, microbatch_size=256)
     for i in range(int(run["state"].attempts), stop):
         state, info = step(run["state"], batch_of(train, i))
@@ -102,28 +103,31 @@ def main(folder: str = ".", *, resume: bool = False, stop: int = STEPS) -> dict[
 
 
 def plot(seen: Tensor, path: Path) -> None:
-    """The losses of training and test, and the accuracy, if matplotlib is there."""
-    try:
-        import matplotlib as mpl
-    except ModuleNotFoundError:
-        print("for the picture: pip install matplotlib")
+    """The losses of training and test, and the accuracy, if matplotlib is installed."""
+    if find_spec("matplotlib") is None:
         return
+    import matplotlib as mpl
+
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
     steps = EVERY * torch.arange(1, len(seen) + 1)
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
-    for name, column in (("training", seen[:, 0]), ("test, of the average", seen[:, 1])):
+    for name, column in (("training", seen[:, 0]), ("test, averaged parameters", seen[:, 1])):
         left.plot(steps, column, "o-", label=name)
     left.set(xlabel="step", ylabel="loss", yscale="log")
     left.legend()
     right.plot(steps, 100 * seen[:, 2], "o-")
-    right.set(xlabel="step", ylabel="right on the test set, %")
+    right.set(xlabel="step", ylabel="test accuracy, %")
     figure.savefig(path)
     plt.close(figure)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--resume", action="store_true", help="go on from digits.ckpt")
-    main(resume=parser.parse_args().resume)
+    parser.add_argument("--resume", action="store_true", help="continue from digits.ckpt")
+    arguments = parser.parse_args()
+    packages = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+    if missing := [package for name, package in packages.items() if find_spec(name) is None]:
+        raise SystemExit(f"needs {' and '.join(missing)}: pip install 'pureaccum[demo]'")
+    main(resume=arguments.resume)

@@ -1,10 +1,11 @@
-"""Train on several ranks that share each batch, and end where one process ends.
+"""Train on several ranks that share each batch, with the result of a single process.
 
-Every rank takes its own samples, one perhaps more than another, and masked tokens make their
-weights uneven too. Sums and weights are added up over the ranks once per step. Dropout is keyed by
-sample, so its masks are those of one process as well.
+Each rank takes its own samples, and one rank may have more than another. Masked tokens make their
+weights uneven too. Sums and weights are added up over the ranks once per step. Dropout has a key
+for each sample, so its masks are also those of a single process.
 
-    torchrun --nproc-per-node 2 examples/distributed.py
+    Run:   torchrun --nproc-per-node 2 examples/distributed.py
+    Needs: no extra
 """
 
 import os
@@ -28,7 +29,7 @@ def make_batch(step: int) -> dict[str, Tensor]:
 
 
 def train(group: dist.ProcessGroup | None, rank: int, world: int, steps: int) -> pa.TrainState:
-    torch.manual_seed(0)  # the same parameters on every rank: init checks that
+    torch.manual_seed(0)  # the same parameters on every rank; init checks that
     net = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)).double()
     fn = pa.functional(net)
 
@@ -54,7 +55,7 @@ def main(steps: int = 31) -> float:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         train(None, 0, 1, steps)
-        print("that was one process; torchrun --nproc-per-node 2 starts two")
+        print("this was one process; for two: torchrun --nproc-per-node 2 examples/distributed.py")
         return 0.0
     dist.init_process_group("gloo")  # "nccl" where each rank has a GPU
     state = train(dist.group.WORLD, rank, world, steps)

@@ -1,10 +1,11 @@
-"""Fine-tune a network that is mostly frozen: a new head alone, then a low-rank adapter in bf16.
+"""Fine-tune a mostly frozen network: first a new head, then low-rank adapters in bf16.
 
-What does not require a gradient is in ``fn.frozen`` and not in ``fn.params``: no optimizer moves
-it or decays it, as AdamW over ``model.parameters()`` does not. A policy casts it as it casts the
-rest, so that the adapter below runs in bfloat16 as a whole.
+Parameters that do not require grad are in ``fn.frozen``, not in ``fn.params``. As with AdamW over
+``model.parameters()``, no optimizer moves or decays them. A policy casts them like the others, so
+the network with adapters runs in bfloat16 as a whole.
 
-    python examples/fine_tuning.py
+    Run:   python examples/fine_tuning.py
+    Needs: no extra
 """
 
 import copy
@@ -18,7 +19,7 @@ import pureaccum as pa
 
 
 class Adapted(nn.Module):
-    """A layer that stays as it is, and a low-rank one beside it."""
+    """A frozen layer, plus a trained low-rank one."""
 
     def __init__(self, layer: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -70,18 +71,18 @@ def main(steps: int = 30, rows: int = 256) -> dict[str, float]:
     params, losses = tune(head, batch, steps)
     theirs = by_torch(head, batch, steps)
     apart = max(float((params[k] - theirs[k]).detach().abs().max()) for k in params)
-    print(f"a new head: {len(params)} of {len(theirs)} parameters trained, ", end="")
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {apart:.0e} from torch's loop")
+    print(f"new head: {len(params)} of {len(theirs)} parameter tensors trained, ", end="")
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {apart:.0e} away from torch's loop")
 
     base = pretrained()
     adapted = nn.Sequential(Adapted(base[0]), base[1], Adapted(base[2]), base[3], nn.Linear(64, 4))
     bf16 = pa.Policy(compute=torch.bfloat16)
     params, low = tune(adapted, batch, steps, policy=bf16)
-    print(f"adapters in bf16: {len(params)} parameters trained, ", end="")
+    print(f"adapters in bf16: {len(params)} parameter tensors trained, ", end="")
     print(f"loss {low[0]:.3f} to {low[-1]:.3f}")
     return {"first": losses[0], "last": losses[-1], "apart": apart, "adapted": low[-1]}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors are too small for more
+    torch.set_num_threads(1)  # the tensors are small
     main()

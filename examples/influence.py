@@ -1,11 +1,13 @@
-"""Ask which training samples a network owes its errors to, by conjugate gradients.
+"""Find the training samples that cause a network's errors, with conjugate gradients.
 
-A tenth of the labels is wrong. What leaving a sample out would do to the loss on clean rows is, to
-first order, its gradient times the inverse of the curvature times the gradient of that loss. The
-curvature is Gauss-Newton's, of the whole training set in microbatches, and never written down: one
-system is solved with its products, and the gradients of samples are reduced to one number each.
+A tenth of the labels is wrong. To first order, leaving a sample out changes the loss on clean
+samples by its gradient times the inverse of the curvature times the gradient of that loss. The
+curvature is the Gauss-Newton matrix of the whole training set, in microbatches, and is never
+written out. Its products solve one linear system, and each sample's gradient is reduced to one
+number.
 
-    python examples/influence.py
+    Run:   python examples/influence.py
+    Needs: no extra
 """
 
 from collections.abc import Callable
@@ -23,7 +25,7 @@ DAMPING = 1e-2
 
 
 def peak(run: Callable[[], object]) -> int:
-    """The most bytes that are alive during a call, beyond those before it."""
+    """The peak of allocated bytes during a call, beyond those before it."""
     with profile(profile_memory=True) as seen:
         run()
     live = most = 0
@@ -34,7 +36,7 @@ def peak(run: Callable[[], object]) -> int:
 
 
 def main(rows: int = 4000, size: int = 100, width: int = 64, steps: int = 60) -> dict[str, float]:
-    """How many wrong labels are found, how far off the solution is, and the memory it takes."""
+    """The share of wrong labels found, that of chance, and how far off the solution is."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, width), nn.GELU(), nn.Linear(width, 10)).double()
     fn, centres = pa.functional(net), torch.randn(10, 20).double()
@@ -63,13 +65,13 @@ def main(rows: int = 4000, size: int = 100, width: int = 64, steps: int = 60) ->
         state, _ = step(state, batch)
     params = state.params
 
-    # The curvature's inverse, times the gradient of the loss on clean samples.
+    # The inverse of the curvature times the gradient of the loss on clean samples.
     gradient = pa.grad(loss, microbatch_size=size)(params, clean)
     curvature = pa.curvature.ggnvp(forward, criterion, microbatch_size=size)
     solver = pa.curvature.cg(lambda v: curvature(params, batch, v), damping=DAMPING, rtol=1e-6)
     solved = solver.run(solver.init(gradient))
 
-    # Each sample's gradient, reduced to one number as it comes. To leave the sample out adds it.
+    # Each sample's gradient, reduced to one number: leaving the sample out adds it to the loss.
     def along(grad: Tensors) -> Tensor:
         return sum((grad[name] * x).sum() for name, x in solved.x.items()) / rows
 
@@ -79,17 +81,17 @@ def main(rows: int = 4000, size: int = 100, width: int = 64, steps: int = 60) ->
     worst = influence.argsort()[: int(wrong.sum())]  # leaving them out lowers the loss most
     found = float(wrong[worst].double().mean())
     print(f"{int(wrong.sum())} of {rows} labels are wrong; {int(solved.steps)} steps of CG")
-    print(f"  of as many samples that do most harm, {found:.0%} have a wrong label")
+    print(f"  of the {len(worst)} most harmful samples, {found:.0%} have a wrong label")
 
     whole = pa.curvature.ggnvp(forward, criterion)
     v = gradient
     of_parts = peak(lambda: curvature(params, batch, v))
     of_all = peak(lambda: whole(params, batch, v))
     numbers = sum(p.numel() for p in params.values())
-    print(f"  a product in {rows // size} microbatches: {of_parts / 1e6:6.1f} MB")
-    print(f"  a product of the whole batch: {of_all / 1e6:9.1f} MB")
-    print(f"  the matrix written out: {8 * numbers**2 / 1e6:15.1f} MB")
-    print(f"  the gradients of all samples: {8 * numbers * rows / 1e6:9.1f} MB")
+    print(f"  {f'product in {rows // size} microbatches':29}{of_parts / 1e6:9.1f} MB")
+    print(f"  {'product of the whole batch':29}{of_all / 1e6:9.1f} MB")
+    print(f"  {'matrix, if written out':29}{8 * numbers**2 / 1e6:9.1f} MB")
+    print(f"  {'gradients of all samples':29}{8 * numbers * rows / 1e6:9.1f} MB")
 
     product = curvature(params, batch, solved.x)
     left = {name: product[name] + DAMPING * x - gradient[name] for name, x in solved.x.items()}

@@ -1,11 +1,11 @@
 """Train a small language model on sentences of uneven length, by the mean over all their words.
 
-The text is Python's own manual, one sentence per sample, padded. No two microbatches hold the same
-number of words, so the mean of their means, which the usual loop takes, is not the mean over the
-batch. Totals and weights that are summed and divided once give it, however the batch was cut. If
-transformers is installed, a tiny Llama is trained in the same way; nothing is downloaded.
+The text is Python's manual, one padded sentence per sample. Microbatches hold different numbers of
+words, so the mean of their means, as in the usual loop, is not the mean over the batch. Summing
+totals and weights, and dividing once, gives that mean for any microbatch size.
 
-    python examples/language_model.py
+    Run:   python examples/language_model.py
+    Needs: no extra; after pip install transformers it also trains a tiny Llama
 """
 
 import re
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.attend(x).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)  # 4 heads
-        # Causal: no word sees the padding, which comes after all of them.
+        # Causal: no word sees the padding, which comes last.
         seen = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
@@ -67,7 +67,7 @@ class Llama(nn.Module):
 
 
 def manual() -> tuple[list[str], Tensor]:
-    """The frequent words, and a sample of their numbers for every sentence that has no others."""
+    """The most frequent words, and each sentence of only those, as numbers."""
     parts = (" ".join(part.split()) for text in topics.values() for part in text.split("\n\n"))
     lines = [line for part in parts for line in re.split(r"(?<=\.) ", part) if line.endswith(".")]
     split = [re.findall(r"\w+|[^\w\s]", line) for line in lines]
@@ -89,7 +89,7 @@ def weighted(net: nn.Module) -> Callable[[Tensors, Tensor], pa.Weighted]:
 
 
 def usual(net: nn.Module, text: Tensor, size: int) -> Tensors:
-    """The gradient by accumulation as it is mostly written."""
+    """The gradient of the accumulation loop that most people write."""
     net.zero_grad()
     parts = text.split(size)
     for part in parts:
@@ -99,8 +99,8 @@ def usual(net: nn.Module, text: Tensor, size: int) -> Tensors:
 
 
 def compare(net: nn.Module, text: Tensor) -> list[float]:
-    """How far two sums over microbatches are from the gradient of the full batch."""
-    exact = usual(net, text, len(text))  # one microbatch: the loop is right
+    """How far pureaccum and the usual loop are from the full batch's gradient."""
+    exact = usual(net, text, len(text))  # one microbatch, so the loop is right
     ours = pa.grad(weighted(net), microbatch_size=4)(pa.functional(net).params, text)
     off = []
     for way, grads in {"pureaccum": ours, "loss / k": usual(net, text, 4)}.items():
@@ -119,7 +119,7 @@ def write(net: nn.Module, params: Tensors) -> list[int]:
 
 
 def main(model: type[nn.Module] = Transformer, steps: int = 101, width: int = 64) -> list[float]:
-    """How far ours and the usual loop are off, the first loss and the last."""
+    """How far pureaccum and the usual loop are off, the first loss and the last."""
     torch.manual_seed(0)
     words, rows = manual()
     net = model(width)
@@ -135,8 +135,8 @@ def main(model: type[nn.Module] = Transformer, steps: int = 101, width: int = 64
         state, info = step(state, rows[torch.randint(len(rows), (32,))])
         losses.append(float(info.loss))
         if i % 20 == 0:
-            print(f"  step {i:3}: loss {losses[-1]:.2f} a word, over {int(info.weight)} words")
-    print("  it writes:", *(words[i] for i in write(net, state.params)))
+            print(f"  step {i:3}: loss {losses[-1]:.2f} per word, over {int(info.weight)} words")
+    print("  a sample of its text:", *(words[i] for i in write(net, state.params)))
     return [*off, losses[0], losses[-1]]
 
 
@@ -146,4 +146,4 @@ if __name__ == "__main__":
     if find_spec("transformers"):
         main(Llama, steps=61)
     else:
-        print("Llama was left out: transformers is not installed")
+        print("for the Llama: pip install transformers")

@@ -1,11 +1,12 @@
-"""Say how sure a network is of what it predicts: a Laplace approximation, never written down.
+"""Estimate how sure a network is of its predictions: a Laplace approximation, never written out.
 
-After training, the posterior is taken to be normal, with the inverse of curvature and prior as its
-covariance. What a prediction scatters by is the derivative of the prediction, times that inverse,
-times the derivative: a linear system for each new point, solved for all of them at once by products
-with the Gauss-Newton matrix of the whole training set in microbatches.
+After training, the posterior is approximated by a normal distribution, whose covariance is the
+inverse of curvature plus prior. The variance of a prediction is its derivative, times that inverse,
+times its derivative. That takes a linear system for each new point. All systems are solved at once,
+by products with the Gauss-Newton matrix of the whole training set in microbatches.
 
-    python examples/laplace.py
+    Run:   python examples/laplace.py
+    Needs: no extra
 """
 
 from collections.abc import Callable
@@ -20,11 +21,11 @@ import pureaccum as pa
 
 
 Tensors = dict[str, Tensor]
-NOISE, PRIOR = 0.1, 1.0  # the standard deviation of a target, and the precision of a parameter
+NOISE, PRIOR = 0.1, 1.0  # standard deviation of a target, precision of a parameter
 
 
 def peak(run: Callable[[], object]) -> int:
-    """The most bytes that are alive during a call, beyond those before it."""
+    """The peak of allocated bytes during a call, beyond those before it."""
     with profile(profile_memory=True) as seen:
         run()
     live = most = 0
@@ -35,7 +36,7 @@ def peak(run: Callable[[], object]) -> int:
 
 
 def main(rows: int = 4096, size: int = 128, width: int = 24, steps: int = 300) -> dict[str, float]:
-    """How predictions scatter near data and far from it, and how far off that is."""
+    """The standard deviation of predictions near data and far away, and how far off it is."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)).double()
     fn = pa.functional(net)
@@ -45,7 +46,7 @@ def main(rows: int = 4096, size: int = 128, width: int = 24, steps: int = 300) -
     def forward(params: Tensors, batch: Tensors) -> Tensor:
         return fn.apply(params, (), batch["x"])[0]
 
-    def likelihood(out: Tensor, batch: Tensors) -> Tensor:  # its negative logarithm, of all samples
+    def likelihood(out: Tensor, batch: Tensors) -> Tensor:  # negative logarithm, summed
         return mse_loss(out, batch["y"], reduction="sum") / (2 * NOISE**2)
 
     def loss(params: Tensors, batch: Tensors) -> Tensor:
@@ -69,7 +70,7 @@ def main(rows: int = 4096, size: int = 128, width: int = 24, steps: int = 300) -
     points = torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0]).double()
     slopes = vmap(grad(predicted), in_dims=(None, 0))(params, points)
     states = vmap(solver.init)(slopes)
-    while bool((states.norm > states.target).any()):  # all systems at once, till the last is solved
+    while bool((states.norm > states.target).any()):  # until the last is solved
         states = vmap(solver.update)(states)
     terms = [(slopes[name] * x).flatten(1).sum(1) for name, x in states.x.items()]
     spread = sum(terms).sqrt()
@@ -81,19 +82,19 @@ def main(rows: int = 4096, size: int = 128, width: int = 24, steps: int = 300) -
 
     whole = pa.curvature.ggnvp(forward, likelihood, reduction="sum")
     v = {name: x[0] for name, x in slopes.items()}
-    print(f"a product in microbatches: {peak(lambda: precision(params, batch, v)) / 1e6:.2f} MB")
-    print(f"of the whole batch: {peak(lambda: whole(params, batch, v)) / 1e6:.2f} MB")
+    print(f"product in microbatches: {peak(lambda: precision(params, batch, v)) / 1e6:.2f} MB")
+    print(f"product of the whole batch: {peak(lambda: whole(params, batch, v)) / 1e6:.2f} MB")
 
-    # The same by a matrix, which for so few parameters can be written out.
+    # The same with the matrix, which is small enough to be written out here.
     operator = pa.curvature.Operator(lambda v: precision(params, batch, v), params)
     matrix = operator @ torch.eye(operator.shape[0]).double()
     matrix += PRIOR * torch.eye(len(matrix)).double()
     flat = torch.cat([slopes[name].flatten(1) for name in sorted(slopes)], 1)
     by_hand = (flat * torch.linalg.solve(matrix, flat.T).T).sum(1).sqrt()
     off = float((spread / by_hand - 1).abs().max())
-    # How many directions of the parameters the data decides: the trace of G (G + prior)⁻¹.
+    # An estimate of the trace of the curvature, with its standard error.
     trace = pa.curvature.trace(operator.product, params, key=pa.key(0), samples=32)
-    print(f"trace of the precision: {trace.mean:.3g} ± {trace.error:.1g}")
+    print(f"trace of the curvature: {trace.mean:.3g} ± {trace.error:.1g}")
     return {"near": float(spread[3]), "far": float(spread[4]), "gap": float(spread[2]), "off": off}
 
 

@@ -1,12 +1,13 @@
-"""Train by Lightning, on the gradient of the whole batch, in microbatches.
+"""Use Lightning with the whole batch's gradient, computed in microbatches.
 
-Lightning divides the loss of each microbatch by `accumulate_grad_batches`. So few words count as
-much as many, in each term of a loss in another way, and the window at the end of an epoch, which
-has fewer microbatches, is divided by the same number. With manual optimization a module sets
-`p.grad` itself; the optimizer, its schedule, clipping and logs stay Lightning's. Each term is
-divided by its number of words in the whole batch, on all ranks: what is left is sums.
+Lightning divides the loss of each microbatch by `accumulate_grad_batches`. So a microbatch of few
+words counts as much as one of many, differently in each term of the loss, and the shorter window at
+the end of an epoch is divided by the same number. Here the module uses manual optimization and sets
+`p.grad` itself. Optimizer, schedule, clipping and logs stay Lightning's. Each term is divided by
+its number of words in the whole batch, on all ranks, and then everything is a sum.
 
-    python examples/lightning_module.py
+    Run:   python examples/lightning_module.py
+    Needs: pip install lightning
 """
 
 import logging
@@ -23,18 +24,18 @@ import pureaccum as pa
 
 
 WORDS, LENGTH = 64, 16
-SIZE, K = 4, 8  # samples of a microbatch, microbatches of a step
+SIZE, K = 4, 8  # samples per microbatch, microbatches per step
 Tensors = dict[str, Tensor]
 
 
 def parts(logits: Tensor, batch: Tensors) -> tuple[Tensor, Tensor]:
-    """The loss of the words of the answers, and the z-loss of all words: sums."""
+    """Sums: the loss over the words of the answers, and the z-loss over all words."""
     nll = cross_entropy(logits[:, :-1].mT, batch["text"][:, 1:], reduction="none")
     return (nll * batch["answer"]).sum(), (logits.logsumexp(-1).square() * batch["mask"]).sum()
 
 
 def numbers(batch: Tensors) -> tuple[Tensor, Tensor]:
-    """Of how many words these are."""
+    """How many words each of the two sums has."""
     return batch["answer"].sum(), batch["mask"].sum()
 
 
@@ -58,17 +59,17 @@ class Usual(lightning.LightningModule):
 
 
 class Microbatched(Usual):
-    """Makes one step per batch, and cuts it as memory demands."""
+    """Makes one step per batch, and splits it as memory demands."""
 
     automatic_optimization = False
 
-    def on_fit_start(self) -> None:  # now that the module is where it is trained
+    def on_fit_start(self) -> None:  # now the module is on its device
         self.fn = pa.functional(self.net)
         grad = partial(pa.grad_and_value, reduction="sum", engine="auto")
         self.gradient = grad(self.loss, microbatch_size=SIZE)
 
     def over_ranks(self, x: Tensor) -> Tensor:
-        return self.trainer.strategy.reduce(x, reduce_op="sum")  # x itself, of one process
+        return self.trainer.strategy.reduce(x, reduce_op="sum")  # in one process, x itself
 
     def loss(self, params: Tensors, batch: Tensors, answers: Tensor, words: Tensor) -> Tensor:
         nll, z = parts(self.fn.apply(params, self.fn.buffers, batch["text"])[0], batch)
@@ -93,7 +94,7 @@ QUIET |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": -1}
 
 
 def samples(uneven: bool) -> list[Tensors]:
-    """58 texts: of 4 to 16 words, whose end is the answer, or of 16 words, all of them answer."""
+    """58 texts: 4 to 16 words that end in an answer, or 16 words that are all answer."""
     text, at = torch.randint(WORDS, (58, LENGTH)), torch.arange(LENGTH)
     ends = torch.randint(4, LENGTH + 1, (58, 1)) if uneven else torch.full((58, 1), LENGTH)
     mask, answer = at < ends, (at < ends) & (at >= (ends * torch.rand(58, 1) - 1) * uneven)
@@ -102,7 +103,7 @@ def samples(uneven: bool) -> list[Tensors]:
 
 
 def train(module: Any, rows: int, k: int, data: Any, settings: Any) -> tuple[Tensors, float]:
-    """How far each parameter moves, and the last loss that is logged."""
+    """How far each parameter moves, and the last logged loss."""
     torch.manual_seed(0)
     choices, steps = settings
     it = module(**choices)
@@ -122,10 +123,10 @@ def off(moved: Tensors, exact: Tensors) -> float:
 
 
 def main() -> dict[tuple[str, str], list[float]]:
-    """How far off are the gradient of a whole window, that of a short one, and ten steps."""
+    """The errors of a whole window's gradient, of a short one's, and after ten steps."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found: dict[tuple[str, str], list[float]] = {}
-    print(f"{'off by':28}{'a window':>12}{'a short one':>12}{'ten steps':>12}")
+    print(f"{'error':28}{'window':>12}{'short one':>12}{'ten steps':>12}")
     for kind in ("even", "uneven"):
         torch.manual_seed(1)
         data = samples(kind == "uneven")
@@ -140,5 +141,5 @@ def main() -> dict[tuple[str, str], list[float]]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors are too small for more
+    torch.set_num_threads(1)  # the tensors are small
     main()

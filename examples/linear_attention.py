@@ -1,12 +1,13 @@
-"""Train a language model on texts of 4,096 words, in the memory of 128 of them.
+"""Train a language model on texts of 4,096 words, in the memory of 128 words.
 
-Linear attention reads a text chunk by chunk. From one chunk to the next goes a matrix for each
-head, the sum of all keys times their values, which fades. `pa.scan` keeps these and runs a chunk
-again in the backward pass; the logits of a chunk are summed into a loss there, and never exist for
-more words. Texts are cut outside, by `microbatch_size`. Plain autograd through the same loop keeps
-all of it.
+Linear attention reads a text chunk by chunk. Each chunk passes a matrix per head to the next: the
+sum of all keys times their values, which fades. `pa.scan` keeps these matrices, and runs each chunk
+again in the backward pass. The logits of a chunk are summed into the loss inside the chunk, so they
+never exist for more words. `microbatch_size` splits the batch of texts. Plain autograd through the
+same loop keeps everything.
 
-    python examples/linear_attention.py
+    Run:   python examples/linear_attention.py
+    Needs: no extra
 """
 
 import time
@@ -24,7 +25,7 @@ HEADS = 4
 
 
 class Attention(nn.Module):
-    """Linear attention and an MLP. A state is a matrix for each head."""
+    """Linear attention and an MLP. The state is a matrix per head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Of words and a state for each layer, the logits of the next words and the next states."""
+    """From words and a state per layer, the logits of the next words and the next states."""
 
     def __init__(self, words: int, width: int, depth: int) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Model(nn.Module):
 
 
 def make_loss(net: Model, size: int, scan: bool) -> Callable[[Batch, Batch], pa.Weighted]:
-    """The loss of guessing the next word, ``size`` words at a time."""
+    """The loss of predicting the next word, ``size`` words at a time."""
     fn = pa.functional(net)
     width = net.words.embedding_dim // HEADS
 
@@ -87,7 +88,7 @@ def make_loss(net: Model, size: int, scan: bool) -> Callable[[Batch, Batch], pa.
 
 
 def texts(rows: int, length: int, words: int) -> Batch:
-    """Texts in which a word is followed by the next but one, or sometimes by any."""
+    """Texts in which word n is followed by word n + 2, or sometimes by any word."""
     word = (torch.randint(words, (rows, 1)) + 2 * torch.arange(length + 1)) % words
     word = torch.where(torch.rand(word.shape) < 0.1, torch.randint(words, word.shape), word)
     return {"word": word[:, :-1], "following": word[:, 1:]}
@@ -96,7 +97,7 @@ def texts(rows: int, length: int, words: int) -> Batch:
 def main(
     rows: int = 2, length: int = 4096, size: int = 128, words: int = 1024, steps: int = 4
 ) -> dict[str, tuple[int, list[float], Batch]]:
-    """The memory of a step, the losses, and what was learned."""
+    """The memory of a step, the losses, and the trained parameters."""
     seen = {}
     print(f"{rows} texts of {length} words, one text and {size} words at a time")
     for name, scan in (("all kept", False), ("scan", True)):
@@ -110,11 +111,11 @@ def main(
             state, info = step(state, batch)
             losses.append(float(info.loss))
         took, said = (time.process_time() - before) / steps, ", ".join(f"{x:.4f}" for x in losses)
-        print(f"  {name:8}: {held / 1e6:5.1f} MB, {took:.1f} s a step, losses {said}")
+        print(f"  {name:8}: {held / 1e6:5.1f} MB, {took:.1f} s per step, losses {said}")
         seen[name] = held, losses, state.params
     return seen
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # so that times are those of one core
+    torch.set_num_threads(1)  # times are those of one core
     main()

@@ -1,15 +1,16 @@
 """Train many networks as one, and differentiate through training.
 
-A third of the labels is wrong. An ensemble of learning rates is a stack of states, and one `vmap`
-of the step trains them all. Then every sample is given a weight, and the loss on a few clean
-samples after training is differentiated through all accumulated steps, optimizer included, with
-respect to the weights and the learning rate: the weights of the wrong labels go down. Two members
-of an ensemble, a little to both sides of a learning rate, say what the derivative has to be.
+A third of the labels is wrong. An ensemble with several learning rates is a stack of states, and
+one `vmap` of the step trains all members. Then every sample gets a weight. The loss on a few clean
+samples after training is differentiated with respect to these weights and the learning rate,
+through all accumulated steps and the optimizer, and the weights of the wrong labels fall. Two
+members, slightly below and above a learning rate, confirm the derivative.
 
-Each step keeps its state and its gradient, and computes its microbatches again for the derivative:
-memory grows by these two per step, and not by what is computed on the way.
+Each step keeps its state and its gradient, and computes its microbatches again for the derivative.
+So memory grows by a state and a gradient per step, and not by intermediate results.
 
-    python examples/meta_learning.py
+    Run:   python examples/meta_learning.py
+    Needs: no extra
 """
 
 import torch
@@ -22,7 +23,7 @@ import pureaccum as pa
 
 torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 3)).double()
-STEPS = 5  # of a training that is differentiated
+STEPS = 5  # of the training that is differentiated
 Tensors = dict[str, Tensor]
 
 
@@ -32,7 +33,7 @@ def loss(params: Tensors, batch: Tensors) -> pa.Weighted:
 
 
 def one_step(state: pa.TrainState, batch: Tensors, rate: Tensor) -> pa.TrainState:
-    # What is differentiated is an argument, and so the step is made here, where the rate is known.
+    # The rate is differentiated, so it is an argument and the step is made here.
     return pa.make_step(loss, pa.sgd(rate, momentum=0.9), microbatch_size=32)(state, batch)[0]
 
 
@@ -41,8 +42,8 @@ def judged(params: Tensors, clean: Tensors) -> Tensor:
 
 
 def of_members(rates: list[float], start: Tensors, batch: Tensors, clean: Tensors) -> Tensor:
-    """The loss on clean samples after training with each learning rate, all of them at once."""
-    # A rate that is a number stands in the state, so that one step serves all.
+    """The loss on clean samples after training with each learning rate, all at once."""
+    # A rate that is a number is stored in the state, so one step serves all.
     steps = [pa.make_step(loss, pa.sgd(rate, momentum=0.9), microbatch_size=32) for rate in rates]
     members = pa.stack([step.init(start) for step in steps])
     for _ in range(STEPS):
@@ -51,7 +52,7 @@ def of_members(rates: list[float], start: Tensors, batch: Tensors, clean: Tensor
 
 
 def after_training(learned: Tensors, start: Tensors, batch: Tensors, clean: Tensors) -> Tensor:
-    """The loss on clean samples after training, as a function of the rate and of all weights."""
+    """The loss on clean samples after training, as a function of the rate and the weights."""
     rate = learned["log_rate"].exp()
     weighted = batch | {"weight": learned["worth"].sigmoid()}
     state = pa.make_step(loss, pa.sgd(rate, momentum=0.9)).init(start)
@@ -61,7 +62,7 @@ def after_training(learned: Tensors, start: Tensors, batch: Tensors, clean: Tens
 
 
 def main(steps: int = 20, rows: int = 150) -> tuple[list[float], Tensor, list[Tensor]]:
-    """The losses while weights are learned; the derivative by the rate, and estimates of it."""
+    """The losses while weights are learned; the derivative by the rate, and its estimates."""
     centres = torch.randn(3, 10)
 
     def drawn(rows: int) -> Tensors:
@@ -82,15 +83,15 @@ def main(steps: int = 20, rows: int = 150) -> tuple[list[float], Tensor, list[Te
     log_rate = torch.tensor(-2.0).double()
     learned = {"worth": torch.zeros(rows).double(), "log_rate": log_rate}
     exact = grad(after_training)(learned, start, batch, clean)["log_rate"]
-    print(f"\nits derivative by the logarithm of the rate, at {log_rate.exp():.3f}: {exact:.8f}")
+    print(f"\nderivative by the logarithm of the rate, at {log_rate.exp():.3f}: {exact:.8f}")
     differences = []
     for h in (0.1, 0.05, 0.025):
         sides = [float((log_rate + by).exp()) for by in (-h, h)]
         low, high = of_members(sides, start, batch, clean)
         differences.append((high - low) / (2 * h))
         off = (differences[-1] - exact).abs()
-        print(f"  from members {h:5} to both sides: {differences[-1]:.8f}, off by {off:.1e}")
-    print("  at half the distance they are a quarter as far off\n")
+        print(f"  from two members {h:5} away: {differences[-1]:.8f}, off by {off:.1e}")
+    print("  half the distance gives a quarter of the error\n")
 
     adam = pa.adam(0.3)
     adam_state, losses = adam.init(learned), []
@@ -102,12 +103,12 @@ def main(steps: int = 20, rows: int = 150) -> tuple[list[float], Tensor, list[Te
             worth = learned["worth"].sigmoid()
             print(
                 f"{i:2}: loss on clean samples {losses[-1]:.3f}, weight of wrong labels "
-                f"{worth[wrong].mean():.2f}, of right ones {worth[~wrong].mean():.2f}, "
+                f"{worth[wrong].mean():.2f}, of right labels {worth[~wrong].mean():.2f}, "
                 f"learning rate {learned['log_rate'].exp():.3f}"
             )
     return losses, exact, differences
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors are too small for more
+    torch.set_num_threads(1)  # the tensors are small
     main()

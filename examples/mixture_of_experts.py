@@ -1,15 +1,15 @@
-"""Train a mixture of experts whose balance loss counts over the whole batch.
+"""Train a mixture of experts with a balance loss over the whole batch.
 
-The balance loss multiplies, for each expert, the share of words that go to it with the mean of its
-probability: a product of two means over the batch, which is no mean of the products over its
-microbatches. So both are summed over microbatches, beside the error, and the loss is a function of
-the sums. Nothing is remembered from one microbatch to the next: so rematerialisation, which
-computes them again, counts no word twice.
+For each expert, the balance loss multiplies the share of words sent to it by its mean probability.
+That is a product of two means over the batch, not a mean of products over microbatches. So both
+factors are summed over microbatches, next to the error, and the loss is a function of the sums.
+Nothing is remembered from one microbatch to the next, so rematerialisation counts no word twice.
 
-What others do is another loss. A loop takes the balance of each microbatch; over each sequence it
-is a mean over sequences, a term of its own. This says how far the gradients of these are off.
+Other ways compute another loss. A loop takes the balance of each microbatch. A balance per sequence
+is a mean over sequences, a separate term. The program prints how far off their gradients are.
 
-    python examples/mixture_of_experts.py
+    Run:   python examples/mixture_of_experts.py
+    Needs: no extra
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ import pureaccum as pa
 
 
 EXPERTS, WIDTH, LENGTH = 4, 16, 8
-SIZE, COEFFICIENT = 4, 0.1  # sequences of a microbatch
+SIZE, COEFFICIENT = 4, 0.1  # sequences per microbatch
 Batch = dict[str, Tensor]
 
 
 def of_words(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The error of each word, the expert that it goes to, and the probability of each expert."""
+    """For each word: its error, its expert, and the probability of each expert."""
     probability = (batch["x"] @ params["router"]).softmax(-1)
     highest, to = probability.max(-1)
     out = torch.einsum("snd,snde->sne", batch["x"], params["experts"][to])  # an expert is a matrix
@@ -37,12 +37,12 @@ def of_words(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def balance(to: Tensor, probability: Tensor) -> Tensor:
-    """Of means over words; 1 where all is even."""
+    """From means over words; 1 if all experts get the same share."""
     return EXPERTS * (to * probability).sum(-1)
 
 
 def over_the_batch(params: Batch, batch: Batch, words: Any = of_words) -> tuple[Tensor, Tensor]:
-    """Exact, in microbatches: sums, and plain code over these."""
+    """Exact, in microbatches: sums, then plain code over the sums."""
 
     def sums(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         error, to, probability = words(params, batch)
@@ -55,13 +55,13 @@ def over_the_batch(params: Batch, batch: Batch, words: Any = of_words) -> tuple[
 
 
 def at_once(params: Batch, batch: Batch) -> Tensor:
-    """The same of a batch that fits; of a microbatch, what a loop differentiates."""
+    """The same for a batch that fits; for a microbatch, what a loop differentiates."""
     error, to, probability = of_words(params, batch)
     return error.mean() + COEFFICIENT * balance(to.mean((0, 1)), probability.mean((0, 1)))
 
 
 def over_sequences(params: Batch, batch: Batch) -> Any:
-    """A mean over words, and one over sequences."""
+    """A mean over words, plus a mean over sequences."""
     error, to, probability = of_words(params, batch)
     each = balance(to.mean(1), probability.mean(1))
     return pa.Weighted(error.sum(), error.numel()) + COEFFICIENT * pa.Weighted(
@@ -80,7 +80,7 @@ WAYS: dict[str, Callable[[Batch, Batch], Batch]] = {
 
 
 def compare(params: Batch, batch: Batch) -> dict[str, list[float]]:
-    """How far off is the gradient, and how far off is what the balance adds to it."""
+    """How far off the gradient is, and how far off the part that the balance adds."""
     exact, found = torch.func.grad(at_once)(params, batch), {}
     of_error = torch.func.grad(lambda params: of_words(params, batch)[0].mean())(params)
     of_balance = {name: x - of_error[name] for name, x in exact.items()}
@@ -94,7 +94,7 @@ def compare(params: Batch, batch: Batch) -> dict[str, list[float]]:
 
 
 def problem(sequences: int = 64) -> tuple[Batch, Batch]:
-    """Words of a sequence are alike, and so they go to the same experts."""
+    """Words of a sequence are alike, so they go to the same experts."""
     torch.manual_seed(0)
     params = {
         "router": torch.randn(WIDTH, EXPERTS) / 4,
@@ -106,7 +106,7 @@ def problem(sequences: int = 64) -> tuple[Batch, Batch]:
 
 def main(steps: int = 60, rows: int = 64) -> tuple[float, float]:
     params, batch = problem(rows)
-    print(f"{'the gradient is off by':40}{'in all':>12}{'the balance':>12}")
+    print(f"{'error of the gradient':40}{'in all':>12}{'balance':>12}")
     compare(params, batch)
     step = pa.make_step(over_the_batch, pa.adamw(1e-2), has_aux=True, aux_reduction="last")
     state = step.init(params)
@@ -116,10 +116,10 @@ def main(steps: int = 60, rows: int = 64) -> tuple[float, float]:
         losses.append(float(info.loss))
         if i % 20 == 0:
             print(f"step {i}: loss {losses[-1]:.3f}, balance {float(info.aux):.3f}")
-    print(f"at last: loss {losses[-1]:.3f}, balance {float(info.aux):.3f}")
+    print(f"end: loss {losses[-1]:.3f}, balance {float(info.aux):.3f}")
     return losses[0], losses[-1]
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors are too small for more
+    torch.set_num_threads(1)  # the tensors are small
     main()

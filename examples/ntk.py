@@ -1,11 +1,13 @@
-"""Regress with the kernel that a network has at its start, and never write a Jacobian.
+"""Regress with a network's kernel at initialisation, without writing out a Jacobian.
 
 The empirical neural tangent kernel of two images is the inner product of the network's derivatives
-at them. Its Jacobians are images times outputs times parameters; here one backward pass goes over a
-block of images, and of two blocks is kept what their layers saw: a derivative by a matrix is an
-outer product, and the inner product of two of these is one of inner products.
+at these images. Its Jacobians have images × outputs × parameters numbers. `pa.gramian` runs one
+backward pass over a block of images, and keeps only the inputs and gradients of each layer for two
+blocks. The derivative by a weight matrix is an outer product, and the inner product of two outer
+products is a product of two inner products.
 
-    python examples/ntk.py
+    Run:   python examples/ntk.py
+    Needs: no extra
 """
 
 import time
@@ -23,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 
 def peak(run: Callable[[], object]) -> int:
-    """The most bytes that are alive during a call, beyond those before it."""
+    """The peak of allocated bytes during a call, beyond those before it."""
     with profile(profile_memory=True) as seen:
         run()
     live = most = 0
@@ -46,7 +48,7 @@ def make_network(side: int, channels: int, classes: int) -> nn.Module:
 
 
 def main(rows: int = 120, new: int = 60, side: int = 16, channels: int = 16) -> dict[str, float]:
-    """How many new images are told apart, how far off the kernel is, and its time and memory."""
+    """The accuracy on new images, how far off the kernel is, and its time and memory."""
     torch.manual_seed(0)
     classes = 4
     net = make_network(side, channels, classes)
@@ -63,7 +65,7 @@ def main(rows: int = 120, new: int = 60, side: int = 16, channels: int = 16) -> 
         return functional_call(net, params, (x,))
 
     def written_out(a: Tensor, b: Tensor) -> Tensor:
-        """As torch's tutorial has it."""
+        """As in torch's tutorial."""
         one, two = (vmap(jacrev(f), (None, 0))(params, z) for z in (a, b))
         pairs = ((one[name].flatten(2), two[name].flatten(2)) for name in params)
         return sum(torch.einsum("naf,mbf->nmab", i, j) for i, j in pairs)  # type: ignore[return-value]
@@ -76,7 +78,7 @@ def main(rows: int = 120, new: int = 60, side: int = 16, channels: int = 16) -> 
     found: dict[str, Tensor] = {}
     took: dict[str, float] = {}
     held: dict[str, int] = {}
-    print(f"the kernel of {new} and {rows} images, {classes} outputs each")
+    print(f"kernel of {new} and {rows} images with {classes} outputs each")
     for name, way in ways.items():
         way()
         begin = time.perf_counter()
@@ -85,7 +87,7 @@ def main(rows: int = 120, new: int = 60, side: int = 16, channels: int = 16) -> 
         held[name] = peak(way)
         print(f"  {name:10}: {held[name] / 1e6:7.1f} MB, {1000 * took[name]:5.0f} ms")
 
-    # Regression on one-hot targets: each output by the kernel of its own.
+    # Regression on one-hot targets, with a separate kernel for each output.
     targets = torch.eye(classes)[y]
     own = kernel(params, x).diagonal(dim1=2, dim2=3).movedim(2, 0)  # (outputs, rows, rows)
     across = found["pa.gramian"].diagonal(dim1=2, dim2=3).movedim(2, 0)
@@ -94,7 +96,7 @@ def main(rows: int = 120, new: int = 60, side: int = 16, channels: int = 16) -> 
     said = (across @ weights).squeeze(2).argmax(0)
     right = float((said == labels).float().mean())
     off = float((found["pa.gramian"] - found["Jacobians"]).norm() / found["Jacobians"].norm())
-    print(f"  {right:.0%} of new images are told apart; the kernels differ by {off:.0e}")
+    print(f"  {right:.0%} of new images classified correctly; the kernels differ by {off:.0e}")
     return {
         "right": right,
         "off": off,

@@ -1,14 +1,15 @@
-"""Lower the learning rate when a metric stops improving, by a pure function of a small state.
+"""Lower the learning rate when a metric stops improving, with a pure function of a small state.
 
     better    below best * (1 - threshold)
-    due       more than ``patience`` metrics in a row were no better: the rate falls
+    due       more than ``patience`` metrics in a row were not better: the rate falls
 
-That is the rule of torch's ReduceLROnPlateau with its default modes, in float64 as there: the run
-below is given the metrics that torch's is given, and has its rates to the bit. Nothing waits for a
-device, and the state is tensors: save it beside the training state. For a metric where more is
-better, negate it; for one that may be negative compare with ``best - threshold``.
+This is the rule of torch's ReduceLROnPlateau with its default modes, in float64 as there. The run
+below feeds both the same metrics, and both give the same rates, bit for bit. Nothing synchronises
+with a device, and the state consists of tensors: save it with the training state. If higher is
+better, negate the metric. If it can be negative, compare with ``best - threshold``.
 
-    python examples/plateau.py
+    Run:   python examples/plateau.py
+    Needs: no extra
 """
 
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import pureaccum as pa
 
 
 class Plateau(NamedTuple):
-    """The rate now, the best metric so far, and how many in a row were no better."""
+    """The current rate, the best metric so far, and how many in a row were not better."""
 
     lr: Tensor
     best: Tensor
@@ -37,7 +38,7 @@ def begin(lr: float) -> Plateau:
 def update(
     state: Plateau, metric: Tensor, factor: float = 0.1, patience: int = 10, threshold: float = 1e-4
 ) -> Plateau:
-    """The next state; a metric of NaN is no better."""
+    """The next state. A metric of NaN is not better."""
     metric = metric.double()
     better = metric < state.best * (1.0 - threshold)
     bad = torch.where(better, 0, state.bad + 1)
@@ -50,7 +51,7 @@ def update(
 
 
 def main(epochs: int = 24, lr: float = 0.5) -> dict[str, list[float]]:
-    """Fit a line through noise, where a high rate soon gets no further."""
+    """Fit a linear model to noisy data, where a high rate soon gets no further."""
     x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(512, generator=torch.Generator().manual_seed(1))
     data = {"x": x, "y": x.sum(1) + noise}
@@ -74,7 +75,7 @@ def main(epochs: int = 24, lr: float = 0.5) -> dict[str, list[float]]:
         rates["ours"].append(float(tracker.lr))
         rates["torch's"].append(torchs.param_groups[0]["lr"])
         if epoch == 0 or rates["ours"][-1] != rates["ours"][-2]:
-            print(f"epoch {epoch:2}: loss {metric:.3f}, the rate from here on: {tracker.lr:g}")
+            print(f"epoch {epoch:2}: loss {metric:.3f}, learning rate from here on: {tracker.lr:g}")
     assert rates["ours"] == rates["torch's"]
     return rates
 

@@ -1,12 +1,13 @@
-"""Compute the gradient of an LSTM through 4,096 steps, and see what truncation makes of it.
+"""Compute the gradient of an LSTM through 4,096 steps, and compare it with truncation.
 
-Values come with marks, all in the first half of the sequence, and the LSTM is asked at the end for
-the sum of those that were marked. Truncated backpropagation cuts the gradient between chunks: it
-sees the steps of the last chunk, none of which is marked. `pa.scan` keeps the carries between
-chunks and goes back through all of them, in the memory of one chunk; plain autograd keeps every
-step. Gradients are compared in float64; memory and time are those of a training step in float32.
+Each step has a value and perhaps a mark. All marks are in the first half of the sequence. At the
+end the LSTM has to give the sum of the marked values. Truncated backpropagation cuts the gradient
+between chunks, so it reaches only the steps of the last chunk, which has no marks. `pa.scan` keeps
+the carries between chunks and goes back through all chunks, in the memory of one. Plain autograd
+keeps every step. Gradients are compared in float64; memory and time are those of a float32 step.
 
-    python examples/recurrent.py
+    Run:   python examples/recurrent.py
+    Needs: no extra
 """
 
 import math
@@ -28,14 +29,14 @@ Run = Callable[[dict[str, Tensor], Carry, Tensor], tuple[Carry, tuple[()]]]
 
 
 def make_net(width: int, length: int, dtype: torch.dtype) -> nn.ModuleDict:
-    """An LSTM that begins by adding up, and forgets 1 / length in a step; a number at the end."""
+    """An LSTM that starts as a sum and forgets 1 / length per step, then a linear head."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"lstm": nn.LSTM(2, width), "head": nn.Linear(width, 1)})
     _, recurrent, bias, _ = lstm = [*net["lstm"].parameters()]
     with torch.no_grad():
         recurrent.zero_()
         for part in lstm:
-            part[width : 2 * width] = 0.0  # what the forget gate is given
+            part[width : 2 * width] = 0.0  # the input of the forget gate
         bias[:width], bias[width : 2 * width] = -2.0, math.log(length)
     return net.to(dtype)
 
@@ -49,7 +50,7 @@ def make_batch(rows: int, length: int, dtype: torch.dtype) -> Batch:
 
 
 def make_loss(net: nn.ModuleDict, way: str, size: int) -> Callable[[Params, Batch], Tensor]:
-    """The loss of the last step; ``way`` says how the LSTM goes through the others."""
+    """The loss of the last step; ``way`` says how the LSTM runs through the sequence."""
     lstm, head = pa.functional(net["lstm"]), pa.functional(net["head"])
 
     def chunk(params: dict[str, Tensor], carry: Carry, x: Tensor) -> tuple[Carry, tuple[()]]:
@@ -81,10 +82,10 @@ def params_of(net: nn.ModuleDict) -> Params:
 def main(
     rows: int = 16, length: int = 4096, width: int = 32, size: int = 128
 ) -> dict[str, tuple[float, float]]:
-    """How far the gradient of the LSTM is off, and the share of the memory."""
+    """How far the gradient of the LSTM is off, and the ratio of the memory."""
     ways = {"autograd": length, "scan": size, "truncated": size, "truncated at half": length // 2}
     exact, most, seen = {}, 0, {}
-    print(f"{rows} sequences of {length} steps, an LSTM {width} wide")
+    print(f"{rows} sequences of {length} steps, an LSTM of width {width}")
     for name, each in ways.items():
         way = name.partition(" ")[0]
         net = make_net(width, length, torch.float64)
@@ -103,7 +104,7 @@ def main(
         step(state, batch)
         took = time.process_time() - before
         print(
-            f"  {name:18} {each:4} steps a chunk: {held / 1e6:6.1f} MB, {1000 * took:4.0f} ms, "
+            f"  {name:18} {each:4} steps per chunk: {held / 1e6:6.1f} MB, {1000 * took:4.0f} ms, "
             f"gradient of the LSTM off by {float(off):.2g} of its norm"
         )
         seen[name] = float(off), held / most
@@ -111,5 +112,5 @@ def main(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # so that times are those of one core
+    torch.set_num_threads(1)  # times are those of one core
     main()

@@ -1,12 +1,13 @@
-"""Train a ResNet-101 on a batch of the size that you want, in parts of a size that fits.
+"""Train a ResNet-101 with the batch size that you want, in microbatches of a size that fits.
 
-Say the batch that you want and the one that memory tolerates; the second need not divide the
-first. The loss is written as for the whole batch, a mean or a sum, and nothing is divided by hand.
-Running statistics are updated once per step. BatchNorm normalises with a part of the batch, as in
-every loop that accumulates; where the network itself takes the batch in parts, it normalises with
-the whole batch, and the gradient is that of the whole batch.
+Choose the batch size that you want and the size that memory allows. The second need not divide the
+first. Write the loss for the whole batch, as a mean or a sum, and divide nothing by hand. Running
+statistics are updated once per step. In a plain split, BatchNorm normalises each microbatch by
+itself, as in every accumulation loop. If the network itself splits the batch, BatchNorm normalises
+with the whole batch, and the gradient is that of the whole batch.
 
-    python examples/resnet101.py
+    Run:   python examples/resnet101.py
+    Needs: no extra
 """
 
 import time
@@ -71,14 +72,14 @@ def make_batch(rows: int, pixels: int, dtype: torch.dtype = torch.float32) -> Ba
 
 
 def make_step(net: nn.Module, size: int | None, reduction: str = "mean", exact: bool = False):
-    """The step, which is told once whether the loss is a mean or a sum, and its first state."""
+    """The step, for a loss that is a mean or a sum, and its first state."""
     fn = pa.functional(net, microbatch_size=size if exact else None)
 
     def loss(params: Batch, batch: Batch, buffers: Batch) -> tuple[Tensor, Batch]:
         out, new_buffers = fn.apply(params, buffers, batch["image"])
         return cross_entropy(out, batch["label"], reduction=reduction), new_buffers
 
-    # not exact, each part is normalised by itself, which is refused without check=False
+    # unless exact, each microbatch is normalised by itself, which raises without check=False
     options = {"reduction": reduction, "buffers": "pooled", "check": False}
     step = pa.make_step(loss, pa.adam(5e-4), microbatch_size=None if exact else size, **options)
     return step, step.init(fn.params, buffers=fn.buffers)
@@ -94,11 +95,11 @@ def main(
     desired, tolerable = desired_batch_size, tolerable_batch_size
     torch.manual_seed(0)
 
-    print("what a step holds on images of 224 pixels, predicted:")
+    print("predicted memory of a step on images of 224 pixels:")
     for size in (desired, tolerable):
-        with torch.device("meta"):  # shapes only: nothing is computed, and none of it need fit
+        with torch.device("meta"):  # shapes only: nothing is computed or allocated
             step, state = make_step(resnet(layers), None)
-            # more parts of this size come one after the other, and hold no more
+            # several microbatches of this size hold no more
             memory = pa.memory_report(step, state, make_batch(size, 224)).predicted
         print(
             f"  {size:3} at a time: {sum(memory) / 1e9:5.2f} GB, of which activations "
@@ -106,7 +107,7 @@ def main(
             f"optimizer {memory.optimizer / 1e9:.2f}, gradients {memory.gradients / 1e9:.2f}"
         )
 
-    print(f"computed, {width} wide and on images of 32 pixels, in float64:")
+    print(f"one step of width {width} on images of 32 pixels, in float64:")
     net, batch = resnet(layers, width).double(), make_batch(desired, 32, torch.float64)
     ways = {
         f"{desired} at once": make_step(net, None),
@@ -121,11 +122,11 @@ def main(
         infos[name] = info
         print(
             f"  {name:22}: loss {info.loss:8.4f}, norm of the gradient {info.grad_norm:9.2f}, "
-            f"{info.microbatches} part{'s' * int(info.microbatches > 1)}, "
+            f"{info.microbatches} microbatch{'es' * int(info.microbatches > 1)}, "
             f"{time.perf_counter() - before:.1f} s"
         )
 
-    for _ in range(steps):  # with the last of these ways
+    for _ in range(steps):  # the exact way
         state, info = step(state, batch)
         print(f"Adam step {state.applied} over {int(info.weight)} images: loss {info.loss:.4f}")
     return infos

@@ -1,13 +1,12 @@
 """Train parameters that fully_shard has sharded, and resume on another number of ranks.
 
-Each rank holds its shards of the parameters, of their moments and of the sums of gradients. A layer
-gathers its parameters when it is called, and again for its backward pass. Samples have uneven
-numbers of words, and ranks of samples. What four ranks save, two resume; they end where an
-uninterrupted run and one process with plain tensors end.
+Each rank holds its shards of parameters, moments and gradient sums. Two ranks resume what four
+saved, and end where an uninterrupted run and one process with plain tensors end.
 
-    torchrun --nproc-per-node 2 examples/sharded.py
-    torchrun --nproc-per-node 4 examples/sharded.py run --stop 3  # saves after three steps
-    torchrun --nproc-per-node 2 examples/sharded.py run  # resumes
+    Run:   torchrun --nproc-per-node 2 examples/sharded.py
+           torchrun --nproc-per-node 4 examples/sharded.py run --stop 3  # saves after three steps
+           torchrun --nproc-per-node 2 examples/sharded.py run           # resumes
+    Needs: no extra
 """
 
 import argparse
@@ -28,8 +27,8 @@ from torch.nn.functional import cross_entropy
 import pureaccum as pa
 
 
-ROWS, LENGTH, WORDS, WIDTH = 37, 12, 64, 128  # 37 rows: 19 on one of two ranks, 18 on the other
-SIZE, STEPS = 4, 6  # each rank has SIZE rows of a microbatch
+ROWS, LENGTH, WORDS, WIDTH = 37, 12, 64, 128  # 37 samples: 19 and 18 on two ranks
+SIZE, STEPS = 4, 6  # SIZE samples of a microbatch on each rank
 Tensors = dict[str, Tensor]
 
 
@@ -49,13 +48,13 @@ def make_params(mesh: DeviceMesh | None) -> Tensors:
 
 def make_batch(step: int) -> Tensors:
     g = torch.Generator().manual_seed(step)
-    words = torch.randint(WORDS, (ROWS, LENGTH), generator=g)  # to be put in order
+    words = torch.randint(WORDS, (ROWS, LENGTH), generator=g)  # the task: sort them
     lengths = torch.randint(1, LENGTH + 1, (ROWS, 1), generator=g)
     return {"x": words, "y": words.sort(1).values, "mask": torch.arange(LENGTH) < lengths}
 
 
 def shard(batch: Tensors, mesh: DeviceMesh) -> Tensors:
-    """Of the rows that each rank has, and of rows without weight where it has fewer: DTensors."""
+    """DTensors of each rank's samples, with samples of weight 0 where a rank has fewer."""
     rows = pa.distributed.shard_batch(batch, mesh.get_rank(), mesh.size())
     for name, x in rows.items():
         x = torch.cat([x, x.new_zeros(-(-ROWS // mesh.size()) - len(x), LENGTH)])
@@ -64,7 +63,7 @@ def shard(batch: Tensors, mesh: DeviceMesh) -> Tensors:
 
 
 class Gather(torch.autograd.Function):
-    """A sharded parameter as a whole; its gradient is summed into the shards."""
+    """Gathers a parameter for each pass of a layer; sums its gradient into the shards."""
 
     @staticmethod
     def forward(p: Any) -> Tensor:
@@ -76,7 +75,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # each replica keeps sums of its own, which the step reduces once, at its end
+        # each replica keeps its own sums, which the step reduces once, at its end
         wanted = [Partial() if p.is_replicate() else p for p in ctx.placements]
         grad = DTensor.from_local(grad, ctx.mesh, [Partial()] * ctx.mesh.ndim)
         return grad.redistribute(placements=wanted)
@@ -91,7 +90,7 @@ def gathered(layer: Any, params: Tensors, x: Tensor) -> Tensor:
 
 
 def make_loss(mesh: DeviceMesh | None) -> Callable[[Tensors, Any], pa.Weighted]:
-    with torch.device("meta"):  # functions of parameters, without any of their own
+    with torch.device("meta"):  # layers as functions, without parameters
         layers = [pa.functional(layer) for layer in make_net()]
     net = pa.remat_sequential([partial(gathered, fn) for fn in layers], segments=len(layers))
 
@@ -100,7 +99,7 @@ def make_loss(mesh: DeviceMesh | None) -> Callable[[Tensors, Any], pa.Weighted]:
         of_layers = [{n: params[f"{i}.{n}"] for n in fn.params} for i, fn in enumerate(layers)]
         errors = cross_entropy(net(of_layers, x).mT, y, reduction="none")
         sums = (errors * mask).sum(), mask.sum()
-        if mesh:  # of which each rank has a part
+        if mesh:  # each rank has a part of the sums
             sums = (DTensor.from_local(s, mesh, [Partial()] * mesh.ndim) for s in sums)
         return pa.Weighted(*sums)
 
@@ -114,7 +113,7 @@ def make_step(mesh: DeviceMesh | None, size: int = SIZE) -> Any:
 
 
 def train(mesh: DeviceMesh | None, stop: int, folder: Path | None = None) -> Tensors:
-    """The parameters after so many steps, from the first on, or from what a folder holds."""
+    """The parameters after ``stop`` steps, from the start or from the checkpoint in a folder."""
     step = make_step(mesh)
     state = step.init(make_params(mesh))
     if folder and folder.exists():
@@ -124,7 +123,7 @@ def train(mesh: DeviceMesh | None, stop: int, folder: Path | None = None) -> Ten
         if dist.get_rank() == 0 and i + 1 == stop:
             print(f"step {stop}: loss {info.loss:.9f}, in {info.microbatches} microbatches")
     if folder and stop < STEPS:
-        pa.save(folder, state)  # all ranks together; each writes what it holds
+        pa.save(folder, state)  # all ranks together: each writes what it holds
     return state.params
 
 
@@ -137,13 +136,13 @@ def main(folder: str | None, stop: int) -> None:
         apart = max(float((whole(p) - whole(end[n])).abs().max()) for n, p in params.items())
         if dist.get_rank() == 0:
             print(f"largest difference of a parameter from {name}: {apart:.1e}")
-    gc.collect()  # gloo may abort a process where something outlives the group
+    gc.collect()  # gloo may abort a process in which something outlives the group
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", nargs="?", help="where a run is saved, and resumed from")
-    parser.add_argument("--stop", type=int, default=STEPS, help="after how many steps it is saved")
+    parser.add_argument("folder", nargs="?", help="where the run is saved and resumed")
+    parser.add_argument("--stop", type=int, default=STEPS, help="save after this many steps")
     main(**vars(parser.parse_args()))

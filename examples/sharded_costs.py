@@ -1,9 +1,10 @@
-"""What a rank holds and communicates in a step of sharded.py, beside DDP and fully_shard by hand.
+"""Count what a rank holds and communicates in a step of sharded.py, of DDP and of fully_shard.
 
-All three compute layers again in the backward pass. Memory is that of the tensors that are alive;
-what counts of a collective are the bytes of the whole tensor, gathered or not yet scattered.
+All three recompute layers in the backward pass. Memory counts the tensors that are alive. A
+collective counts the bytes of the whole tensor: after gathering it, or before scattering it.
 
-    torchrun --nproc-per-node 4 examples/sharded_costs.py
+    Run:   torchrun --nproc-per-node 4 examples/sharded_costs.py
+    Needs: no extra
 """
 
 import gc
@@ -31,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 
 
-# bytes of one rank, of which the peak is all; bytes of the collectives, and how many there are
+# bytes on one rank (the peak: of everything); bytes of the collectives, and how many they are
 Cost = namedtuple("Cost", "parameters moments sums peak gathered scattered reduced calls")
 
 
@@ -40,7 +41,7 @@ def tensors_of(tree: Any) -> list[Any]:
 
 
 class Watch(TorchDispatchMode):
-    """Sees operations on plain tensors: of DTensors, what they do on this rank."""
+    """Sees operations on plain tensors; of DTensors, what they do on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         tensors = tensors_of((args, out))
         storages = (x.untyped_storage() for x in tensors)
-        self.alive |= {id(s): s for s in storages if s.device.type != "meta"}  # of shapes alone
+        self.alive |= {id(s): s for s in storages if s.device.type != "meta"}  # not shapes alone
         self.peak = max(self.peak, sum(s.nbytes() for s in self.alive.values()))
         kind = next((kind for kind in ("scatter", "gather", "reduce") if kind in str(func)), None)
         if "c10d" in func.namespace and kind:
@@ -85,7 +86,7 @@ def by_hand(mesh: DeviceMesh, size: int, sharded: bool) -> Callable[[int], Any]:
             with nullcontext() if sharded or part is last else model.no_sync():
                 errors = cross_entropy(model(part["x"]).mT, part["y"], reduction="none")
                 total = (errors * part["mask"]).sum()
-                (mesh.size() * total / weight).backward()  # whose mean over ranks is taken
+                (mesh.size() * total / weight).backward()  # ranks average it
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         grads = [p.grad for p in net.parameters()]
@@ -107,7 +108,7 @@ def measure(name: str, mesh: DeviceMesh, microbatches: int) -> tuple[Cost, Tenso
         state, _ = ours(ours.init(make_params(mesh)), shard(make_batch(0), mesh))
         batch = shard(make_batch(1), mesh)
         peak = sum(pa.memory_report(ours, state, batch).measured)
-        with Watch() as seen:  # under which a step writes nothing in place
+        with Watch() as seen:  # under a mode a step writes nothing in place
             state, _ = ours(state, batch)
         trees = state.params, state.opt_state, ours.begin(state).accum.grads
     else:
@@ -122,10 +123,10 @@ def measure(name: str, mesh: DeviceMesh, microbatches: int) -> tuple[Cost, Tenso
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of writing to what it returns
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # about writing to what it returns
     dist.init_process_group("gloo")
     world, names = dist.get_world_size(), ("replica", "shard")
-    lines = [f"MB of each of {world} ranks     k" + "".join(f"{it:>11}" for it in Cost._fields)]
+    lines = [f"MB on each of {world} ranks     k" + "".join(f"{it:>11}" for it in Cost._fields)]
     for replicas in (1, 2) if world > 2 else (1,):
         mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names)
         for name in ("DDP", "fully_shard", "sharded.py")[replicas > 1 :]:
@@ -136,7 +137,7 @@ def main() -> None:
                 lines.append(f"{what:24}{k:3}{numbers}{cost.calls:11}")
     if dist.get_rank() == 0:
         print("\n".join(lines))
-    gc.collect()  # gloo may abort a process where something outlives the group
+    gc.collect()  # gloo may abort a process in which something outlives the group
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,11 +1,12 @@
-"""What the full batch gives, what this package gives, and what the usual loop gives.
+"""Compare three gradients: the full batch's, pureaccum's and the usual loop's.
 
-The same gradient, of 100 samples in microbatches of 32 with a short one at the end, three times:
-where the microbatches are ragged and nothing else, where tokens are masked, and where a BatchNorm
-looks at all samples. The usual loop divides the loss of each microbatch by their number. All is in
-float64, where rounding is no excuse. The table that this prints is in the README.
+The batch has 100 samples, in microbatches of 32 with a short one at the end. There are three cases:
+ragged microbatches alone, masked tokens, and a BatchNorm, which looks at all samples. The usual
+loop divides the loss of each microbatch by the number of microbatches. Everything is in float64, so
+rounding explains none of the differences. The README shows the table that this prints.
 
-    python examples/three_ways.py
+    Run:   python examples/three_ways.py
+    Needs: no extra
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ Tensors = dict[str, Tensor]
 def usual_loop(
     net: nn.Module, loss: Callable[[nn.Module, Tensors], Tensor], batch: Tensors
 ) -> Tensors:
-    """The gradient by accumulation as it is mostly written."""
+    """The gradient of the accumulation loop that most people write."""
     microbatches = list(pa.microbatches(batch, SIZE))
     net.zero_grad()
     for microbatch in microbatches:
@@ -41,13 +42,13 @@ def mean_over_mask(net: nn.Module, batch: Tensors) -> Tensor:
 
 
 def off(grads: Tensors, exact: Tensors) -> float:
-    """How far one gradient is from another, relative to the other."""
+    """The distance from the exact gradient, relative to its norm."""
     apart = {name: grads[name] - exact[name] for name in exact}
     return float(pa.global_norm(apart) / pa.global_norm(exact))
 
 
 def main() -> dict[str, tuple[float, float]]:
-    """How far this package and the usual loop are off, by case."""
+    """How far pureaccum and the usual loop are off, by case."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).double()
     normed = nn.Sequential(
@@ -75,7 +76,7 @@ def main() -> dict[str, tuple[float, float]]:
     for case, net, ours, size, usual, batch in (
         ("ragged microbatches", plain, ragged, SIZE, mean_error, rows),
         ("masked tokens", plain, masked, SIZE, mean_over_mask, tokens),
-        ("BatchNorm", normed, batch_norm, None, mean_error, rows),  # it is the network that cuts
+        ("BatchNorm", normed, batch_norm, None, mean_error, rows),  # the network splits the batch
     ):
         net.zero_grad()
         usual(net, batch).backward()

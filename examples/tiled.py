@@ -1,11 +1,12 @@
-"""Train a language model whose head never writes its logits, and whose MLPs are cut along the text.
+"""Train a language model whose head never holds all logits, with MLPs split along the text.
 
 The logits of 2,048 tokens for 8,192 words take 67 MB, and so do their softmax and its derivative.
-But a token's loss needs its own logits alone: summed over microbatches of tokens, which lie inside
-the network, it is the same number with the same derivatives. An MLP treats each token apart as
-well, and is cut along the dimension of the text, within the module whose parameters it reads.
+But the loss of a token needs only its own logits. So the head sums the loss over microbatches of
+tokens, inside the network, and gets the same number with the same derivatives. The MLP treats each
+token separately too. It is split along the text, in the module whose parameters it uses.
 
-    python examples/tiled.py
+    Run:   python examples/tiled.py
+    Needs: no extra
 """
 
 import time
@@ -33,7 +34,7 @@ class Block(nn.Module):
             nn.GELU(),
             nn.Linear(16 * width, width),
         )
-        self.size = size  # tokens of a text that the MLP is given at once; None: all
+        self.size = size  # tokens of a text that the MLP takes at a time; None: all
 
     def forward(self, x: Tensor) -> Tensor:
         h = x + self.past(x)[0]
@@ -43,7 +44,7 @@ class Block(nn.Module):
 
 
 def make_loss(net: nn.Module, size: int | None) -> Callable[[Batch, Batch], pa.Weighted]:
-    """The loss of guessing the next word; the head is given ``size`` tokens at once."""
+    """The loss of predicting the next word; the head takes ``size`` tokens at a time."""
     fn = pa.functional(net)
 
     def head(words: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -56,14 +57,14 @@ def make_loss(net: nn.Module, size: int | None) -> Callable[[Batch, Batch], pa.W
     def loss(params: Batch, batch: Batch) -> pa.Weighted:
         hidden, _ = fn.apply(params, (), batch["word"])
         following = batch["following"].flatten()
-        words = params["0.weight"]  # the embedding's
+        words = params["0.weight"]  # of the embedding
         return pa.Weighted(tiled(words, (hidden.flatten(0, 1), following)), following.numel())
 
     return loss
 
 
 def texts(rows: int, length: int, words: int) -> Batch:
-    """Texts in which a word is followed by the next but one, or sometimes by any."""
+    """Texts in which word n is followed by word n + 2, or sometimes by any word."""
     word = (torch.randint(words, (rows, 1)) + 2 * torch.arange(length + 1)) % words
     word = torch.where(torch.rand(word.shape) < 0.1, torch.randint(words, word.shape), word)
     return {"word": word[:, :-1], "following": word[:, 1:]}
@@ -72,12 +73,12 @@ def texts(rows: int, length: int, words: int) -> Batch:
 def main(
     rows: int = 8, length: int = 256, words: int = 8192, width: int = 32, steps: int = 3
 ) -> dict[str, float]:
-    """How far apart losses and parameters are, and the share of the memory."""
+    """How far apart parameters and losses are, and the ratio of the memory."""
     torch.manual_seed(0)
     batch = texts(rows, length, words)
     ways = {"whole": (None, None), "tiled": (length // 8, rows * length // 32)}
     seen: dict[str, tuple[list[float], Batch, float]] = {}
-    print(f"{rows} texts of {length} words out of {words}")
+    print(f"{rows} texts of {length} words, from {words} words")
     for name, (of_mlp, of_head) in ways.items():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Embedding(words, width), Block(width, of_mlp), nn.LayerNorm(width))
@@ -99,10 +100,10 @@ def main(
     (losses, learned, held), (own, ours, less) = seen["whole"], seen["tiled"]
     apart = {name: ours[name] - x for name, x in learned.items()}
     off = float(pa.global_norm(apart) / pa.global_norm(learned))
-    print(f"  what they learned is apart by {off:.0e} of its norm")
+    print(f"  the parameter updates differ by {off:.0e} of their norm")
     return {"off": off, "losses": abs(own[-1] / losses[-1] - 1), "memory": less / held}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # so that times are those of one core
+    torch.set_num_threads(1)  # times are those of one core
     main()

@@ -1,13 +1,13 @@
-"""Train by the Trainer of transformers, on the gradient of the whole batch, in microbatches.
+"""Use the Trainer of transformers with the whole batch's gradient, computed in microbatches.
 
 Its own accumulation is right where a model divides its loss by `num_items_in_batch`, as decoders
-do. Elsewhere it is wrong in silence: losses of a head that classifies are added up, means of your
-own `compute_loss` count few words as much as many, and a router's balance loss is added up as well.
+do. Elsewhere it is silently wrong: it adds up the losses of a head that classifies, weighs means of
+your own `compute_loss` equally for any number of words, and adds up a router's balance loss. Here a
+batch is a step, split as memory demands. The Trainer divides what `compute_loss` returns, so the
+class overrides `training_step`. Clipping, optimizer, schedule and logs use the `p.grad` it sets.
 
-Here a batch is a step, cut as memory demands. The Trainer divides what `compute_loss` returns, so
-`training_step` is what to override; clipping, optimizer, schedule and logs find its `p.grad`.
-
-    python examples/transformers_trainer.py
+    Run:   python examples/transformers_trainer.py
+    Needs: pip install transformers accelerate
 """
 
 import tempfile
@@ -23,7 +23,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import pureaccum as pa
 
 
-SIZE, K = 4, 8  # samples of a microbatch, microbatches of a step
+SIZE, K = 4, 8  # samples per microbatch, microbatches per step
 Tensors = dict[str, Tensor]
 
 
@@ -38,7 +38,7 @@ class MicrobatchTrainer(hf.Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
-        if self.fn is None:  # the model is where it is trained; DDP and FSDP are refused
+        if self.fn is None:  # now it is on its device; DDP and FSDP raise
             self.fn = pa.functional(model)
             loss = self.loss_of(self.fn)
             self.gradient = pa.grad_and_value(loss, microbatch_size=self.size, engine="auto")
@@ -71,7 +71,7 @@ def of_router(fn: Any) -> Any:
 
     def loss(params: Tensors, batch: Tensors) -> Tensor:
         nll, words, gates = cut(params, batch)
-        gates = tuple(x.flatten(0, 1) for x in gates)  # of all words: it multiplies their means
+        gates = tuple(x.flatten(0, 1) for x in gates)  # over all words: it multiplies means
         balance = load_balancing_loss_func(gates, 8, 2, batch["attention_mask"])
         return nll / words + 0.01 * balance
 
@@ -79,13 +79,13 @@ def of_router(fn: Any) -> Any:
 
 
 class MeanOfWords(hf.Trainer):
-    loss_is_scaled_for_ga = False  # as the Trainer asks of a mean
+    loss_is_scaled_for_ga = False  # the Trainer wants this for a mean
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return model(**inputs).loss
 
 
-CASES = {  # the model, the Trainer to compare with, our loss, and the size if it does not cut
+CASES = {  # the model, its usual Trainer, our loss, and the size, or None if the loss splits
     "a decoder": (hf.LlamaForCausalLM, hf.Trainer, of_words, SIZE),
     "a head that classifies": (hf.LlamaForSequenceClassification, hf.Trainer, of_samples, SIZE),
     "a mean in compute_loss": (hf.LlamaForCausalLM, MeanOfWords, of_words, SIZE),
@@ -101,7 +101,7 @@ STEPS = {"max_steps": 10, "learning_rate": 1e-2, "lr_scheduler_type": "cosine"} 
 
 
 def samples(classify: bool) -> list[Tensors]:
-    """58 texts of 4 to 16 words, whose end is the answer: one word, some, or all of them."""
+    """58 texts of 4 to 16 words that end in an answer: one word, some or all of them."""
     ids, at, ends = torch.randint(1, 64, (58, 16)), torch.arange(16), torch.randint(4, 17, (58, 1))
     mask, answer = at < ends, (at < ends) & (at >= ends * torch.rand(58, 1) - 1)
     labels = ids[:, 0] % 3 if classify else ids.masked_fill(~answer, -100)
@@ -132,7 +132,7 @@ def off(moved: Tensors, exact: Tensors) -> list[float]:
 
 def main() -> dict[tuple[str, str], list[float]]:
     found = {}
-    print(f"{'off by':36}{'gradient':>12}{'worst leaf':>12}{'ten steps':>12}")
+    print(f"{'error':36}{'gradient':>12}{'worst leaf':>12}{'ten steps':>12}")
     for name, (model, usual, loss_of, size) in CASES.items():
         ours = partial(MicrobatchTrainer, loss_of=loss_of, microbatch_size=size)
         whole = [train(model, settings, usual, SIZE * K)[0] for settings in (GRADIENT, STEPS)]
@@ -145,5 +145,5 @@ def main() -> dict[tuple[str, str], list[float]]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors are too small for more
+    torch.set_num_threads(1)  # the tensors are small
     main()

@@ -1,11 +1,12 @@
 """Learn an embedding with a batch-hard triplet loss over the whole batch.
 
-For every sample the loss takes the farthest sample of its own class and the nearest of another,
-among all samples. The network goes through the batch in microbatches; the loss, over embeddings,
-does not. Classes come out beside the embeddings as they went in: an output need not depend on
-parameters.
+For each sample, the loss takes the farthest sample of its own class and the nearest of another
+class, among all samples. The network runs in microbatches. The loss, which sees embeddings only,
+runs once over the whole batch. The classes pass through the microbatches unchanged: an output need
+not depend on the parameters.
 
-    python examples/triplet.py
+    Run:   python examples/triplet.py
+    Needs: no extra
 """
 
 import torch
@@ -28,7 +29,7 @@ def embed(params: Batch, batch: Batch) -> Batch:
 def batch_hard(embedded: Batch) -> Tensor:
     """The loss of Hermans, Beyer and Leibe, 2017, with a soft margin."""
     at, of = embedded["at"], embedded["of"]
-    # not torch.cdist, whose derivative at a distance of zero is none
+    # not torch.cdist, which has no derivative at a distance of zero
     squared = (2 - 2 * at @ at.T).clamp(min=1e-6)
     same = of[:, None] == of[None, :]
     farthest = squared.masked_fill(~same, 0).amax(1).sqrt()
@@ -50,10 +51,10 @@ def main(steps: int = 60, rows: int = 240) -> tuple[float, float]:
         losses.append(float(info.loss))
         if i % 20 == 0:
             print(f"step {i}: loss {losses[-1]:.3f}")
-    print(f"at last: loss {losses[-1]:.3f}")
+    print(f"end: loss {losses[-1]:.3f}")
     return losses[0], losses[-1]
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # tensors are too small for more
+    torch.set_num_threads(1)  # the tensors are small
     main()

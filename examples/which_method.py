@@ -1,12 +1,12 @@
-"""Measure which method saves what: accumulation, rematerialisation, mixed precision, clipping.
+"""Measure what each method saves: accumulation, rematerialisation, mixed precision, clipping.
 
-Each is given the same batch and a small recurrent language model, and measured by the memory that
-it holds beyond parameters and batch, the time it takes, and how far its gradient is from the whole
-batch's. They combine. (bfloat16 takes less time only where the hardware multiplies in it.) Below
-stand two loops with a line in the wrong place, which clips or zeroes the gradients in every
-iteration, and what the checker says. A recurrent network accumulates as exactly as any other.
+All train the same small recurrent language model on the same batch. The table shows the memory that
+each holds beyond parameters and batch, the time of a step, and the error of its gradient. (bfloat16
+saves time only on hardware that multiplies in it.) Below it, two loops have a line in the wrong
+place: they clip or zero the gradients in every iteration, and the checker names the second fault.
 
-    python examples/which_method.py
+    Run:   python examples/which_method.py
+    Needs: no extra
 """
 
 import time
@@ -26,7 +26,7 @@ from pureaccum.testing import check_accumulation
 
 LETTERS = 16
 CLIP = 0.05
-RATE = 2.0**20  # beside such a step the parameters are small, and it tells the gradient in full
+RATE = 2.0**20  # so large that the update shows all digits of the gradient
 
 
 class Recurrent(nn.LSTM):
@@ -50,7 +50,7 @@ def make_blocks(width: int, depth: int) -> list[nn.Module]:
 
 
 def make_loss(blocks: list[nn.Module], remat: bool = False) -> Callable[[Any, Tensor], Tensor]:
-    """The loss of guessing the next letter; the parameters are one dict for each block."""
+    """The loss of predicting the next letter; the parameters are one dict per block."""
 
     def call(block: nn.Module) -> Callable[[Any, Tensor], Tensor]:
         def apply(params: Any, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def make_loss(blocks: list[nn.Module], remat: bool = False) -> Callable[[Any, Te
 
 
 def loop(clips: bool, zeroes: bool) -> Callable[..., Any]:
-    """Accumulation by hand, with a line in the loop that belongs after it or before it."""
+    """Accumulation by hand, with a line in the loop that belongs after or before it."""
 
     def run(loss: Callable[[Any, Tensor], Tensor], params: Any, microbatches: list[Tensor]) -> Any:
         leaves = optree.tree_map(lambda p: p.detach().clone().requires_grad_(), params)
@@ -99,7 +99,7 @@ def main(rows: int = 128, size: int = 32, length: int = 16, depth: int = 6) -> d
     batch = torch.where(torch.rand(rows, length) < 0.8, letters, torch.zeros_like(letters))
 
     sgd, clipped = pa.sgd(RATE), pa.chain(pa.clip_by_global_norm(CLIP), pa.sgd(RATE))
-    half = pa.Policy(compute=torch.bfloat16)  # not autocast: not every CPU has an LSTM for it
+    half = pa.Policy(compute=torch.bfloat16)  # not autocast: some CPUs have no LSTM for it
     exact = torch.func.grad(loss)(params, batch)
     exact_clipped = optree.tree_map(lambda g: g * CLIP / pa.global_norm(exact), exact)
     parts, few = list(pa.microbatches(batch, size)), {"microbatch_size": size}
@@ -114,9 +114,8 @@ def main(rows: int = 128, size: int = 32, length: int = 16, depth: int = 6) -> d
         "accumulation, remat, bfloat16": (pa.make_step(lean, sgd, policy=half, **few), batch),
     }
     told = {}
-    print(
-        f"{f'{rows} rows by {size}':32}{'memory':>10}{'time':>10}   off the whole batch's gradient"
-    )
+    title = f"{rows} samples in microbatches of {size}"
+    print(f"{title:37}{'memory':>10}{'time':>10}   error of the gradient")
     for name, (step, given) in ways.items():
         state, took = step.init(params), []
         held = pa.memory_report(step, state, given).measured.beyond_arguments
@@ -126,11 +125,11 @@ def main(rows: int = 128, size: int = 32, length: int = 16, depth: int = 6) -> d
             took.append(time.perf_counter() - before)
         grads = optree.tree_map(lambda p, q: (p - q) / RATE, params, after.params)
         told[name] = off(grads, exact_clipped if "clip" in name else exact)
-        print(f"  {name:30}{held / 1e6:>7.1f} MB{1000 * min(took):>7.0f} ms   {told[name]:.1e}")
+        print(f"  {name:35}{held / 1e6:>7.1f} MB{1000 * min(took):>7.0f} ms   {told[name]:.1e}")
     clips, zeroes = loop(clips=True, zeroes=False), loop(clips=False, zeroes=True)
     for name, run in (("clips", clips), ("zeroes", zeroes)):
         told[name] = off(run(loss, params, parts), exact_clipped if clips is run else exact)
-        print(f"  {f'a loop that {name} in every iteration':47}   {told[name]:.1e}")
+        print(f"  {f'a loop that {name} in every iteration':52}   {told[name]:.1e}")
 
     small = make_blocks(4, 1)
     own = [pa.functional(block).params for block in small]
@@ -138,7 +137,7 @@ def main(rows: int = 128, size: int = 32, length: int = 16, depth: int = 6) -> d
         report = check_accumulation(
             make_loss(small), own, batch[:12, :4], loop=run, raise_on_mismatch=False
         )
-        print(f"the checker, of {name}: {str(report).splitlines()[0]}")
+        print(f"check of {name}: {str(report).splitlines()[0]}")
         for found in report.diagnoses:
             told[found.kind] = 1.0
             print(f"  {found.kind}: {found.says}\n    {found.mend}")

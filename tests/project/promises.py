@@ -1,108 +1,186 @@
-"""What is promised, and which tests hold it: a file of tests names its promise by a marker.
+"""The promises of the package, and the test files that hold them.
+
+A test file names its promise in a marker:
 
     pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
 
-``python -m tests.project.promises`` prints the tables of the guide's page of trust; ``pytest -m
-promise`` runs all of these files.
+``python -m tests.project.promises`` writes the tables of the guide's page trust.md: promises,
+versions and planted faults. ``pytest -m promise`` runs all of these test files.
 """
 
 import ast
 import re
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "examples" / "guide" / "trust.md"
 TEXT = """\
+## The gradient
 bits
-    Where arithmetic is exact, any cut, order and merge tree gives the bits of the full
-    batch: for `"sum"`, for `Weighted`, and for a mean over samples whose number is a power of
-    two.
+    Where the arithmetic is exact, any microbatch sizes, any order and any merge tree give the
+    full batch's gradient bit for bit: for `"sum"`, for `Weighted`, and for a mean over a power
+    of two of samples.
 bounds
-    Elsewhere sums differ by no more than rounding may, by a bound that is derived and not
-    chosen.
+    Elsewhere results differ from the full batch only by rounding, within a bound that is
+    derived, not tuned.
 monoid
     Accumulation is a commutative monoid: `init`, `update`, `merge`, `finalize`.
 weights
-    Zero weight is exact, even where the masked microbatch is NaN; weights are counted in
-    float64.
+    A microbatch of zero weight adds exactly nothing, even where its values are NaN. Weights
+    are counted in float64.
 terms
-    A sum of `Weighted` is a sum of means over the whole batch, each over its own weight; where
-    these were counted wrong, it is NaN.
+    A sum of `Weighted` terms is a sum of means over the whole batch, each over its own weight.
+    If those weights were counted wrongly, the result is NaN.
 skip
-    A microbatch that is skipped takes its weight along, and everything is counted.
-closure
-    Derivatives of a microbatched function are microbatched functions, under every nest of
-    transforms, in the memory of one microbatch; what it captures has its derivatives too.
+    `nonfinite="skip"` leaves out a microbatch together with its weight, and counts it.
 coupled
-    Contrastive losses and BatchNorm have the gradient of the full batch, and its running
-    statistics.
+    Contrastive losses and BatchNorm, [written for the whole batch](coupled.md), give its
+    gradient and its running statistics.
 torch.func
-    Without a size `pa.grad` is `torch.func.grad`: its bits (but for the few operations,
-    such as silu and GroupNorm, that torch differentiates by another formula there), its
-    structures, its conventions.
+    Without a `microbatch_size`, `pa.grad` is `torch.func.grad`: same conventions, same
+    structures, same bits. The exception is a few operations, such as silu and GroupNorm, that
+    torch differentiates by another formula there.
 engines
-    All engines and a hand-written `.backward()` give the same bits.
+    All engines and a hand-written `.backward()` loop give the same bits.
 keys
-    Random numbers are a function of a key and a position: no cut moves them.
+    Random numbers from `pa.dropout` and its relatives depend only on a key and a position,
+    never on the microbatch size.
+
+## Derivatives
+closure
+    Derivatives of a microbatched function are microbatched functions. They need the memory of
+    one microbatch under every nest of transforms. Tensors that the function captures get their
+    derivatives too.
+
+## Nothing else changes
 purity
-    No argument, module, mode or generator is changed, even when a call raises.
+    No call changes an argument, a module, a mode or a generator, even when it raises.
 writes
-    A loss that writes to what it is given or captures is refused, if it can be before it
-    happens.
+    A loss that writes to its arguments, or to tensors that it captures, raises: before the
+    write where that is possible.
 threads
-    Threads do not see each other.
+    Threads do not affect each other.
 frozen
-    What requires no gradient is never trained, decayed or moved.
+    A parameter that does not require grad is never trained, decayed or moved.
 donation
-    A state that is given up refuses every use, and nothing else changes.
+    Every use of a donated state raises. Nothing else changes.
+
+## The training step
 applied
-    A step is applied as the full-batch update, or leaves every bit as it was and says so.
+    A step either applies the full-batch update, or leaves every bit of the parameters, the
+    optimizer state and the buffers as it was and sets `info.applied` to false.
 loss scale
-    The loss scale is `GradScaler`'s, complete before its first use.
+    The loss scale follows `GradScaler`, and its state is complete before the first step.
 optimizers
-    Optimizers are torch's, bit for bit.
-one buffer
-    There is one gradient tree, the sums; memory is predicted as it is counted.
-launches
-    Nothing waits for the device; functions called and kernels launched are counted, with
-    ceilings.
-samples
-    Gradients of single samples are reduced as they come: the bits of a loop over the samples.
-curvature
-    Products with curvature are exact, however the batch is cut.
-ranks
-    Ranks are one more way to cut a batch, with any samples on each; ranks that disagree all
-    say so.
-disk
-    What is saved is loaded to the bit or refused, whoever is killed meanwhile and whatever
-    became of the file.
+    Optimizers give the bits of torch's.
 compiled
-    A compiled step has the numbers of the eager one, and refuses what it cannot compile.
+    A compiled step gives the numbers of the eager step, and raises on what it cannot compile.
 together
-    Every two features go together, or a [table](together.md) says why not.
+    Any two features of a step work together, or a [table](together.md) gives the reason why
+    not.
+
+## Cost
+one buffer
+    A step holds one tree of gradients, the sums. `memory_report` predicts the memory that a
+    step takes.
+launches
+    A step does not synchronise with the device, apart from the check of the loss at calls 1, 2,
+    4, 8, … and options that say so. Python calls and kernel launches have ceilings.
+
+## Samples, curvature and ranks
+samples
+    Per-sample gradients are reduced as they are computed, and give the bits of a loop over the
+    samples.
+curvature
+    Curvature products are those of the full batch, for any microbatch size.
+ranks
+    Ranks are one more way to split a batch, with any number of samples on each. Ranks that
+    disagree all raise.
+
+## Files, errors and checks
+disk
+    `pa.load` returns what `pa.save` wrote, bit for bit, or raises, whichever process was
+    killed meanwhile and however the file was damaged.
 errors
-    Bad input is refused before any work, by the name of the leaf, with nothing lost.
+    Bad input raises before any work, names the leaf, and loses nothing.
 check
-    The checker finds what may not be cut, names the cause, and raises no false alarm.
+    `check_accumulation` finds the losses that must not be split, names the cause, and raises
+    no false alarm.
+
+## The project itself
 pages
-    Every block of every page runs and prints what it says, and every public name has an
-    example.
+    Every code block of README and guide runs and prints what the page shows. Every public name
+    has an example.
 mutants
-    Tests can fail: each deliberate fault of a table makes a named test fail.
+    Tests can fail: each planted fault makes the test named for it fail.
 private
-    Private names of torch are in one folder, each with the versions it was checked in.
+    The private names of torch that the package uses are in one folder, each with the versions
+    in which it was checked.
 """
-PROMISES = {
-    name: " ".join(lines.split())
-    for name, lines in re.findall(r"^(\S.*)\n((?: {4}.*\n)+)", TEXT, re.M)
+GROUPS = {
+    title: {
+        name: " ".join(lines.split())
+        for name, lines in re.findall(r"^(\S.*)\n((?: {4}.*\n)+)", part, re.M)
+    }
+    for title, part in re.findall(r"^## (.*)\n((?:(?!## ).*\n)+)", TEXT, re.M)
+}
+PROMISES = {name: text for group in GROUPS.values() for name, text in group.items()}
+PLANTED = {  # part of the package: what it does, a planted fault, and that fault in words
+    "_core": (
+        "sums, weights, the primitive",
+        "zero weight by multiplication",
+        "a masked microbatch is multiplied by zero, and NaN × 0 is NaN",
+    ),
+    "_step": (
+        "the training step",
+        "a scale that is not undone",
+        "gradients reach the optimizer still multiplied by the loss scale",
+    ),
+    "_base": (
+        "trees, states, private torch",
+        "sums as narrow as the parameters",
+        "gradients are summed in the parameters' dtype, not in float32",
+    ),
+    "_samples": (
+        "per-sample gradients",
+        "samples summed without their factor",
+        "a sum of clipped gradients is not clipped",
+    ),
+    "_pure": (
+        "modules and random numbers",
+        "frozen parameters trained",
+        "the optimizer also moves parameters that do not require grad",
+    ),
+    "curvature": (
+        "curvature products, solvers",
+        "an error that does not shrink",
+        "the error of an estimate does not fall with more samples",
+    ),
+    "_optim": (
+        "optimizers",
+        "an optimizer that counts steps not applied",
+        "the optimizer counts a step that was not applied",
+    ),
+    "checkpoint": (
+        "save and load",
+        "a checksum that nobody compares",
+        "numbers that were changed on disk are loaded",
+    ),
+    "testing": (
+        "the checker",
+        "a check of rows in order alone",
+        "the checker cuts the batch at random, but never shuffles it",
+    ),
 }
 
 
 @cache
 def held():
-    """The files of tests, by promise."""
+    """The test files, by promise."""
     found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name in marked(path.read_text(encoding="utf-8")):
@@ -111,45 +189,69 @@ def held():
 
 
 def marked(source):
-    """The promises that a file's markers name, of all its tests or of one."""
+    """The promises that the markers of a file, or of one of its tests, name."""
     for node in ast.walk(ast.parse(source)) if "promise(" in source else ():
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "promise":
             yield ast.literal_eval(node.args[0])
 
 
 def promises():
-    """The list of the page: each promise, and what each of its files says that it holds."""
+    """The tables of promises: a heading for each group, and the test files of each promise."""
     files, lines = held(), []
-    for name, sentence in PROMISES.items():
-        lines.append(f"- **{sentence}**")
-        for path in files[name]:
-            where = path.relative_to(ROOT).as_posix()
-            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            says = docstring.split("\n")[0].rstrip(".").replace("``", "`")
-            lines.append(f"  - [{where.removeprefix('tests/')}](../../{where}): {says}")
-    return "\n".join(lines) + "\n"
+    for title, group in GROUPS.items():
+        lines += [f"### {title}", "", "| promise | tests |", "|---|---|"]
+        for name, sentence in group.items():
+            places = [path.relative_to(ROOT / "tests").as_posix() for path in files[name]]
+            links = (f"[{label(place)}](../../tests/{place})" for place in places)
+            lines.append(f"| {sentence} | {', '.join(links)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def label(place):
+    return place.replace("/test_", "/").removesuffix(".py")
 
 
 def versions():
-    """The table of the page: what runs on which versions, as the workflow says."""
+    """The table of versions: what the workflow runs on which of them."""
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
     matrix = re.findall(r'python: "([\d.]+)", torch: "([\d.]+)", optree: "([\d.]+)"', workflow)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     dev = project["project"]["optional-dependencies"]["dev"]
     torch, optree = (next(x for x in dev if x.startswith(f"{it}==")) for it in ("torch", "optree"))
-    lines = ["| Python | torch | optree | what runs |", "|---|---|---|---|"]
-    for version in matrix:
-        lines.append(
-            f"| {' | '.join(version)} | all tests, for each change; `thorough` every night |"
-        )
     pinned = torch.removeprefix("torch=="), optree.removeprefix("optree==")
-    lines.append(
-        f"| 3.11 | {' | '.join(pinned)} | `.ci/run`: all tests, lint, types; the wheel by itself; "
-        "the device in software |"
-    )
+    lines = ["| Python | torch | optree | CI runs |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(version)} | all tests |" for version in matrix]
+    what = "all tests on the installed wheel, lint, types; the simulated device"
+    lines.append(f"| 3.11 | {' | '.join(pinned)} | {what} |")
     return "\n".join(lines) + "\n"
 
 
+def planted():
+    """The table of faults: how many are planted in each part of the package, and one of them."""
+    table = (ROOT / "tests" / "testing" / "mutants.toml").read_text(encoding="utf-8")
+    faults = tomllib.loads(table)
+    number = Counter(fault["file"].partition("/")[0] for fault in faults.values())
+    lines = ["| package | faults | one of them |", "|---|---|---|"]
+    for part, (what, name, words) in PLANTED.items():
+        assert faults[name]["file"].startswith(f"{part}/"), name
+        lines.append(f"| `{part}`: {what} | {number.pop(part)} | {words} |")
+    assert not number, f"add {sorted(number)} to PLANTED"
+    lines.append(f"| in all | {len(faults)} | |")
+    return "\n".join(lines) + "\n"
+
+
+def filled(page):
+    """The page with its tables as they have to be."""
+    first, *_ = GROUPS
+    tables = {rf"^### {first}\n(?:(?!## ).*\n)+": promises() + "\n"}
+    for table in (versions(), planted()):
+        header, _, _ = table.partition("\n")
+        tables[rf"^{re.escape(header)}\n(?:\|.*\n)+"] = table
+    for old, new in tables.items():
+        page = re.sub(old, lambda _, new=new: new, page, flags=re.MULTILINE)
+    return page
+
+
 if __name__ == "__main__":
-    print(promises())
-    print(versions())
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,15 +1,23 @@
-"""The page of trust: every promise names the tests that hold it, and every version what runs."""
+"""The page of trust: its promises, versions and planted faults are those of the project."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.project.promises import PROMISES, ROOT, held, marked, promises, versions
+from tests.project.promises import (
+    PAGE,
+    PROMISES,
+    ROOT,
+    filled,
+    held,
+    marked,
+    planted,
+    promises,
+    versions,
+)
 
 
 pytestmark = pytest.mark.laws
-PAGE = ROOT / "examples" / "guide" / "trust.md"
 
 
 def test_every_promise_is_held_and_every_marker_is_a_promise():
@@ -18,18 +26,26 @@ def test_every_promise_is_held_and_every_marker_is_a_promise():
 
 def test_the_page_has_the_tables():
     page = PAGE.read_text(encoding="utf-8")
-    for table in (promises(), versions()):
-        assert table in page, "python -m tests.project.promises prints the tables of the page"
+    for table in (promises(), versions(), planted()):
+        assert table in page, "python -m tests.project.promises writes the tables of the page"
+    assert filled(page) == page
 
 
-def test_markers_are_found_of_files_and_of_single_tests():
+def test_old_tables_are_rewritten():
+    page = PAGE.read_text(encoding="utf-8")
+    old = page.replace("| 3.14 |", "| 3.15 |").replace("Threads do not", "Threads")
+    old = old.replace("| one of them |\n", "| one of them |\n| x | 1 | |\n")
+    assert filled(old) == page
+
+
+def test_markers_of_files_and_of_single_tests_are_found():
     source = 'pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]\n'
     source += '@pytest.mark.promise("keys")\ndef test_it(): ...\n'
     assert sorted(marked(source)) == ["bits", "keys"]
 
 
 def test_the_versions_are_those_that_the_package_says():
-    """Every Python of the classifiers, and as the oldest torch and optree those it asks for."""
+    """All Pythons of the classifiers, and the oldest torch and optree that it accepts."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     pythons = re.findall(r"Python :: (3\.\d+)", project)
     run = re.findall(r"^\| (3\.\d+) \| ([\d.]+) \| ([\d.]+) \|", versions(), re.MULTILINE)
@@ -39,10 +55,11 @@ def test_the_versions_are_those_that_the_package_says():
 
 
 def test_every_page_says_what_it_is_for_and_what_to_read_before():
-    """Below its title, in one paragraph; what is to be read before is a page, or nothing."""
-    for path in sorted(Path(PAGE.parent).glob("*.md")):
+    """In one paragraph below its title; it names a page to read before, or says that none is."""
+    for path in sorted(PAGE.parent.glob("*.md")):
         title, about, *_ = path.read_text(encoding="utf-8").split("\n\n")
         assert title.startswith("# "), path.name
         assert about.startswith("*For "), path.name
-        assert re.search(r"Read\s(\[\w+\]\(\w+\.md\)|nothing)\sbefore", about), path.name
+        before = r"Read\s(\[\w+\]\(\w+\.md\)|nothing)\s(before|first)|No\sprior\sreading"
+        assert re.search(before, about), path.name
         assert about.endswith("*"), path.name
