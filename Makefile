@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/installed  ## train on digits, by the full batch and by ragged microbatches
+demo: $(VENV)/installed  ## train on digits: what microbatches cost and save
 	$(RUN) pureaccum demo
 
 test: $(VENV)/installed  ## run the tests and the doctests; HYPOTHESIS_PROFILE=ci for the slow ones too
@@ -34,7 +34,7 @@ others: $(VENV)-$(TORCH)/installed  ## run the tests on another torch: the oldes
 bench: $(VENV)/bench  ## measure beside other libraries; arguments in BENCH="..."
 	$(RUN) tests.benchmarks $(BENCH)
 
-gpu: $(VENV)/installed  ## ask a machine with a GPU, in ten minutes; without one, see that it works
+gpu: $(VENV)/installed  ## run the GPU tests and timings (ten minutes); without a GPU, check that they would run
 	$(RUN) tests.device.gpu
 
 lint: $(VENV)/installed  ## check style, format and types
