@@ -165,7 +165,7 @@ def batches(  # noqa: D417
 
 
 def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
-    """Lists of n whole-number weights of samples or microbatches; some may be 0, sometimes all.
+    """Lists of n whole-number weights of samples or microbatches, many 0 and sometimes all.
 
     They shrink to ones, so a zero in a failing example is needed for the failure.
 
