@@ -334,8 +334,8 @@ def check_sizes(size: Any, name: str = "microbatch_size") -> int | list[int]:
 def microbatches(batch: trees.Tree, size: int | Sequence[int]) -> Iterator[trees.Tree]:
     """Cut a batch into microbatches of ``size`` samples; the last one may be shorter.
 
-    The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, for every tensor and every
-    list with one entry per sample that is not a number.
+    The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, for every tensor, and every
+    list with one entry per sample (texts or records, not numbers).
 
     Args:
         batch: A pytree whose tensors have one row per sample along dim 0. Mappings and dataclasses
