@@ -1,12 +1,12 @@
-"""A batch that is spread over ranks: sums and samples of all, inside a function or after it.
+"""A batch that is spread over ranks: sums and samples of all ranks, inside a function or after it.
 
     state = all_reduce(state)  # on every rank: sums of gradients, totals, weights and counts
 
-Accumulation is a monoid, so ranks are one more way to cut a batch: they may have had different
-numbers of samples and of microbatches, or none, and what comes out is the state of one process that
-had all of them. ``make_step(..., group=...)`` does this at the end of each step. ``psum`` and
-``gather`` (see ``_core/exchange.py``) reach other ranks from inside of what is differentiated.
-Whether ranks hold the same is compared on the way (see ``_base/claims.py``).
+Accumulation is a monoid, so ranks are one more way to cut a batch. They may have different numbers
+of samples and of microbatches, or none, and the result is the state of one process with all of
+them. ``make_step(..., group=...)`` does this at the end of each step. ``psum`` and ``gather`` (see
+``_core/exchange.py``) reach other ranks from inside a function that is differentiated. Along the
+way ranks check that they hold the same things (see ``_base/claims.py``).
 """
 
 from collections.abc import Callable
@@ -30,22 +30,22 @@ __all__ = ["Pending", "all_reduce", "gather", "psum", "shard_batch"]
 
 
 def psum(tree: trees.Tree, group: Any = None) -> trees.Tree:
-    """Add up a tree over ranks, inside of a function that is differentiated.
+    """Sum a tree over ranks, inside a function that is differentiated.
 
-    The rule: of each tensor the sum over all ranks, on every rank. ``sum(x) / count`` of a batch
-    that is spread over ranks is ``s / n`` with ``s, n = psum((x.sum(0), count))``.
+    The rule: every rank gets the sum of each tensor over all ranks. For the mean of a batch that is
+    spread over ranks, compute ``s, n = psum((x.sum(0), count))`` and divide: ``s / n``.
 
-    Derivatives of any order are those of the sum of what all ranks return, which is what a step
-    with ``group`` adds up. It may be called under torch.func's transforms, in a loss, and in a
-    microbatched function if all ranks have as many microbatches. All ranks call it in the same
-    order, and all tensors of one dtype travel together.
+    Derivatives of any order are those of the sum of the results of all ranks, which is what a step
+    with ``group`` sums. You can call it in a loss, under torch.func's transforms, and in a
+    microbatched function if all ranks have the same number of microbatches. All ranks must call it
+    in the same order. Tensors of one dtype travel together.
 
     Args:
         tree: A pytree of tensors, with the same shapes and dtypes on all ranks.
         group: A process group; None is all processes.
 
     Returns:
-        New tensors. Narrow floats are added in float32 and rounded once.
+        New tensors. Float16 and bfloat16 are summed in float32 and rounded once.
 
     Example:
         >>> import torch.distributed as dist
@@ -62,16 +62,16 @@ def psum(tree: trees.Tree, group: Any = None) -> trees.Tree:
 
 
 def gather(samples: trees.Tree, group: Any = None) -> trees.Tree:
-    """Collect the samples of all ranks, inside of a function that is differentiated.
+    """Concatenate the samples of all ranks, inside a function that is differentiated.
 
     The rule: ``torch.cat`` of the samples of rank 0, 1, 2, …, on every rank. A contrastive loss
-    over a batch that is spread over ranks scores a rank's own samples against those of all::
+    over a batch that is spread over ranks compares a rank's own samples with those of all ranks::
 
         z = microbatch(embed)(params, batch)  # this rank's samples
         loss = of_pairs(z, gather(z))
 
     Ranks may have different numbers of samples, or none. Derivatives are as for ``psum``: a
-    sample's cotangents are added up over the ranks, and come back to the rank that has the sample.
+    sample's cotangents are summed over ranks and returned to the rank that has the sample.
 
     Args:
         samples: A pytree of tensors with one row per sample along dim 0. Except for the number of
@@ -114,10 +114,10 @@ _AGREED = claims.agreement({})  # among ranks that call all_reduce
 
 
 class Pending(NamedTuple):
-    """A reduction under way, which ``all_reduce(..., async_op=True)`` began.
+    """A reduction in progress, which ``all_reduce(..., async_op=True)`` returns.
 
     Attributes:
-        wait: ``wait()`` gives the merged state.
+        wait: ``wait()`` waits for the reduction and returns the merged state.
 
     Example:
         >>> import torch
@@ -144,23 +144,24 @@ def all_reduce(
     donate: bool = False,
     async_op: bool = False,
 ) -> Any:
-    """Merge the states of all ranks; every rank gets the whole.
+    """Merge the accumulator states of all ranks, and return the result on every rank.
 
-    The rule: what ``merge`` gives for the states of rank 0, 1, 2, …
+    The rule: the ``merge`` of the states of rank 0, 1, 2, …
 
-    Totals, weights and counts travel in one collective with the gradients of a small model; other
-    gradients travel in flat buckets, one for each dtype, device and 25 MiB. What comes out has the
-    same bits on all ranks. Where states differ in structure, all ranks raise a ``ValueError`` that
-    names what differs.
+    Totals, weights, counts and the gradients of a small model travel in one collective. Other
+    gradients travel in flat buckets of up to 25 MiB, separately for each dtype and device. The
+    result has the same bits on all ranks. If states differ in structure, all ranks raise a
+    ``ValueError`` that names the difference.
 
     Args:
         state: The state of any accumulator; one without updates adds nothing.
         group: A process group; None is all processes.
-        merge: The ``merge`` of an accumulator whose ``reduce`` is the user's own functions, for
-            which adding numbers may not be right: the states of all ranks come together first.
-        donate: The state is given up, and its memory is used.
-        async_op: Return while the reduction is under way; ``.wait()`` gives the state. On a CPU it
-            returns once all ranks have called, with states of one structure.
+        merge: The ``merge`` of an accumulator whose ``reduce`` is a ``Reducer`` of your own, if
+            adding its numbers would be wrong. Every rank then gathers the states of all ranks
+            first.
+        donate: Whether the reduction reuses the memory of ``state``.
+        async_op: Whether to return a ``Pending`` while the reduction runs; its ``wait()`` returns
+            the state. On a CPU the call returns once all ranks have called it.
 
     Example:
         >>> from pureaccum import accumulator
@@ -224,16 +225,16 @@ def all_reduce(
 
 
 def shard_batch(batch: trees.Tree, rank: int, world: int) -> trees.Tree:
-    """The samples of a batch that one of several ranks takes.
+    """Return the samples of a batch that one of several ranks takes.
 
-    The rule: ``torch.tensor_split(x, world)[rank]`` of every tensor ``x``: consecutive samples;
-    where they do not divide, the first ranks have one more; where there are too few, the last have
-    none.
+    The rule: ``torch.tensor_split(x, world)[rank]`` of every tensor ``x``: consecutive samples. If
+    the number of samples is not divisible by ``world``, the first ranks have one more. If there are
+    fewer samples than ranks, the last ranks have none.
 
     Args:
         batch: A pytree whose tensors have one row per sample along dim 0, the same on all ranks.
-        rank: Which part to take.
-        world: How many parts there are.
+        rank: The index of the part to return, from 0.
+        world: The number of parts.
 
     Returns:
         A tree like ``batch``, of views.
@@ -269,20 +270,20 @@ def begin_sum(
     unit: Any = 1.0,
     ahead: int = buckets.AHEAD,
 ) -> Callable[[], tuple[ledger.AccumState, Tensor]]:
-    """Begin to add up the states of all ranks, whose gradients are lists and are given up.
+    """Begin to sum the states of all ranks, whose gradients are lists that it may overwrite.
 
-    If nobody has looked whether ranks agree, and they do not, the total becomes NaN.
+    If nobody has checked whether ranks agree, and they do not, the total becomes NaN.
 
     Args:
         state: The state of this rank.
         group: The ranks.
         claimed: What this rank holds that all should hold.
         more: Further 0-d numbers of this rank, at most one.
-        unit: What the gradients of this rank are still to be multiplied by.
+        unit: The factor that the gradients of this rank must still be multiplied by.
         ahead: See ``sum_over_ranks_``.
 
     Returns:
-        A function that waits, and gives the sum and the further numbers of all ranks.
+        A function that waits, and returns the sum and the further numbers of all ranks.
     """
     amounts = {
         "total": state.total,

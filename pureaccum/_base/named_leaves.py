@@ -1,7 +1,7 @@
-"""What stands in a nested state, found and set by its name.
+"""Read and replace the leaves of a nested state by name.
 
 "lr"                 whatever has this name, in any part of a chain or a partition
-"['decay'].lr"       a longer ending of the path, as one writes it, tells several apart
+"['decay'].lr"       a longer ending of the path, as you would write it, distinguishes several
 "loss_scale.scale"   likewise
 """
 
@@ -16,16 +16,16 @@ from . import trees
 
 
 def tree_get(tree: trees.Tree, name: str) -> Any:
-    """What has a name in a tree, such as the learning rate of a training state.
+    """Return the leaf or subtree with a given name, such as a training state's learning rate.
 
     The rule: the one leaf, or the one subtree, whose path ends in ``name``.
 
     Args:
         tree: Any pytree: a training state, an optimizer's, parameters.
-        name: The last part of a path, or a longer ending of it as one writes it.
+        name: The last part of a path, or a longer ending of it, as you would write it in code.
 
     Raises:
-        KeyError: Nothing has that name, or several things; the message lists them.
+        KeyError: Nothing has that name, or several leaves have it; the message lists them.
 
     Example:
         >>> from pureaccum import clip_by_global_norm, adamw, chain
@@ -47,18 +47,18 @@ def tree_get(tree: trees.Tree, name: str) -> Any:
 def tree_set(
     tree: trees.Tree, changes: Mapping[str, Any] | None = None, /, **named: Any
 ) -> trees.Tree:
-    """A tree with other numbers in the places of some names.
+    """Return a copy of a tree in which the leaves of some names have new values.
 
-    The rule: every leaf whose path ends in a name becomes the number that goes with it, in the
-    dtype, the shape and on the device of what was there.
+    The rule: every leaf whose path ends in a name becomes the value for that name, with the dtype,
+    shape and device of the old leaf.
 
-    Nothing waits for a device.
+    It never synchronises with a device.
 
     Args:
         tree: Any pytree: a training state, an optimizer's, parameters.
-        changes: From names, or longer endings of paths, to numbers, to tensors, which are copied,
-            or to functions of what was there.
-        named: The same for names that are words.
+        changes: A dict from names, or longer endings of paths, to new values: numbers, tensors
+            (which are copied), or functions of the old value.
+        named: The same for names that are Python identifiers.
 
     Raises:
         KeyError: Nothing has one of the names.

@@ -1,6 +1,6 @@
-"""States: NamedTuples of tensors, which torch.load reads, and which may be given up, or stacked.
+"""States: NamedTuples of tensors that torch.load can read, and that can be donated or stacked.
 
-That is donation: a caller gives a state up, its memory is used again, and every later use of one of
+Donation means that the caller gives a state up and its memory is reused. Every later use of one of
 its tensors raises an error that says so.
 """
 
@@ -144,20 +144,20 @@ def mark(tensors: Iterable[Tensor], state: type[Refusing] = Donated) -> None:
 def stack(trees: Sequence[Tree]) -> Tree:
     """Stack trees of tensors along a new dim 0, leaf by leaf.
 
-    The rule: ``torch.stack`` of the first leaf of each, of the second leaf of each, and so on.
+    The rule: ``torch.stack`` of the first leaf of each tree, of the second leaf of each, and so on.
 
-    That is for ``vmap(step)`` over seeds, learning rates or data orders::
+    Use it for ``vmap(step)`` over seeds, learning rates or data orders::
 
         stacked = stack([step.init(params_of(seed), seed=seed) for seed in seeds])
         stacked, info = vmap(step, in_dims=(0, None))(stacked, batch)
         states = unstack(stacked)
 
-    Members share nothing: each has counts, a loss scale and an ``applied`` of its own, so one
-    member's overflow leaves all others alone.
+    Members share nothing. Each has its own counts, loss scale and ``applied``, so one member's
+    overflow does not affect the others.
 
     Args:
-        trees: A tree for each member: states, parameters, batches. All have one structure, and
-            each leaf has one shape, dtype and device in all of them.
+        trees: One tree per member: states, parameters, batches. All have one structure, and each
+            leaf has one shape, dtype and device in all of them.
 
     Example:
         >>> stack([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}])
@@ -194,7 +194,7 @@ def stack(trees: Sequence[Tree]) -> Tree:
 
 
 def unstack(tree: Tree) -> list[Tree]:
-    """Take stacked trees apart, each with its own memory.
+    """Split a stacked tree into a list of trees, each with its own memory.
 
     The rule: ``unstack(stack(trees))`` is ``trees`` again.
 

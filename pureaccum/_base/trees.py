@@ -1,7 +1,7 @@
-"""Trees of tensors, with optree as the one tree library: their structure, dtypes and arithmetic.
+"""Trees of tensors, with optree as the only tree library: their structure, dtypes and arithmetic.
 
-optree sorts dict keys where torch's own pytree keeps their order, so leaves of the one are never
-paired with leaves of the other: trees are flattened here, and torch gets lists. Classes that are
+optree sorts dict keys and torch's own pytree keeps their order, so leaves of one must never be
+paired with leaves of the other. Trees are flattened here, and torch gets lists. Classes that are
 registered globally in optree, or under the namespace ``"pureaccum"``, are trees too.
 """
 
@@ -266,9 +266,9 @@ def scalar(number: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def global_norm(tree: Tree) -> Tensor:
-    """The Euclidean norm of all the numbers in a tree, as one vector.
+    """Compute the Euclidean norm of all leaves of a tree, as one vector.
 
-    The rule: ``sqrt(Σ |x|²)``, every leaf summed in float32 at least.
+    The rule: ``sqrt(Σ |x|²)``, with every leaf summed in float32 or wider.
 
     For DTensors it is the norm of the whole tensors, on all ranks.
 
@@ -324,10 +324,10 @@ def norm(x: Tensor) -> Tensor:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Whether no number in a tree is inf or NaN, as a 0-d bool tensor on the device.
+    """Return whether no number in a tree is inf or NaN, as a 0-d bool tensor on the device.
 
-    The rule: ``isfinite(x).all()`` for every leaf, and all of these. For DTensors it is the same on
-    all ranks: false if any of them holds an inf or NaN.
+    The rule: ``isfinite(x).all()`` for every leaf, combined by and. For DTensors the result is the
+    same on all ranks: false if any rank holds an inf or NaN.
 
     Args:
         tree: A pytree of tensors.

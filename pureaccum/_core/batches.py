@@ -1,13 +1,13 @@
-"""Cutting a batch into microbatches.
+"""How a batch is cut into microbatches.
 
     a tensor                                        has one row per sample along dim 0, and is cut
     a list with one entry, no number, per sample    is cut like a tensor: texts, say, or records
     a jagged nested tensor                          is cut between its samples
     all else: None, numbers, strings, objects       goes to every microbatch as it is
 
-A microbatch is a view of some samples; the last one may be shorter; a batch without samples has no
-microbatches. What might be samples and is not cut is refused: an array, numbers in a list, an
-object that holds tensors. A microbatch of a stream is not cut: nothing in it needs to be samples.
+A microbatch is a view of some samples. The last one may be shorter, and an empty batch has none.
+Values that might hold samples but are not cut raise: an array, numbers in a list, an object that
+holds tensors. A microbatch of a stream is not cut, so nothing in it needs to be samples.
 """
 
 import itertools
@@ -332,20 +332,20 @@ def check_sizes(size: Any, name: str = "microbatch_size") -> int | list[int]:
 
 
 def microbatches(batch: trees.Tree, size: int | Sequence[int]) -> Iterator[trees.Tree]:
-    """Cut a batch into microbatches of ``size`` samples, the last one possibly shorter.
+    """Cut a batch into microbatches of ``size`` samples; the last one may be shorter.
 
-    The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, of every tensor and of every
-    list with one entry, no number, per sample.
+    The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, for every tensor, and every
+    list with one entry per sample (texts or records, not numbers).
 
     Args:
-        batch: A pytree whose tensors have one row per sample along dim 0: mappings and dataclasses
-            are trees as well. None, numbers, strings and other objects are handed to every
-            microbatch as they are.
+        batch: A pytree whose tensors have one row per sample along dim 0. Mappings and dataclasses
+            are trees too. Every microbatch receives None, numbers, strings and other objects as
+            they are.
         size: Samples per microbatch; or a list, the samples of each.
 
     Returns:
-        An iterator of trees like ``batch`` whose tensors are views; empty where the batch has
-        no samples. Bad input raises here, not at the first ``next``.
+        An iterator of trees like ``batch`` whose tensors are views; empty for an empty batch. Bad
+        input raises at the call, not at the first ``next``.
 
     Example:
         >>> batch = {"x": torch.arange(5), "training": True}
@@ -363,13 +363,14 @@ def microbatches(batch: trees.Tree, size: int | Sequence[int]) -> Iterator[trees
 
 
 def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
-    """Lists of ``k`` microbatches; the last may be shorter, and is right.
+    """Group the microbatches of a loader into lists of ``k``, one list per step.
 
-    The rule: ``itertools.batched(loader, k)``, in lists.
+    The rule: ``itertools.batched(loader, k)``, in lists. The last may be shorter, and a step over
+    it still computes its exact mean.
 
     Args:
-        loader: Yields microbatches.
-        k: How many make up one step.
+        loader: An iterable of microbatches.
+        k: The number of microbatches per step.
 
     Example:
         >>> [len(window) for window in windows(range(7), 3)]

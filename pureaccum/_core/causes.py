@@ -1,7 +1,7 @@
-"""Why a loss may not be cut, and what is right in its place: the error that says both.
+"""Why a loss must not be cut into microbatches, and the fix: the error that states both.
 
-What it calls tells some causes (batch norm, a mean over some targets, samples compared with
-others), and how its values for some samples add up tells others.
+The functions that the loss calls reveal some causes (batch norm, a mean over some targets, samples
+compared with others). How its values for subsets of samples add up reveals others.
 """
 
 import inspect
@@ -78,19 +78,19 @@ CAUSES = {
 
 
 class CoupledLossError(ValueError):
-    """A loss whose microbatches do not add up to the batch, so that none may be cut.
+    """A loss whose microbatches do not add up to the batch, so that it must not be cut.
 
     Args:
-        message: What is the matter, and what to do.
-        told: The attributes.
+        message: What is wrong and how to fix it.
+        told: The attributes below.
 
     Attributes:
-        whole: The loss of some samples.
-        parts: The losses of two parts of them.
-        percent: By how much the parts miss the whole.
-        kind: What kind of loss it is, as ``testing.check_accumulation`` calls it.
-        where: The module or the line that couples samples, where that can be told.
-        way: A line of code that is right, often with ``Weighted``, ``microbatch``, ``functional``.
+        whole: The loss of some samples together.
+        parts: The losses of two parts of these samples.
+        percent: The difference between the parts and the whole, in percent.
+        kind: The kind of loss, one of the kinds of ``testing.check_accumulation``.
+        where: The module or the line that couples samples, if known.
+        way: A correct line of code, often with ``Weighted``, ``microbatch`` or ``functional``.
 
     Example:
         >>> import torch

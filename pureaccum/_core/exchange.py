@@ -1,4 +1,4 @@
-"""What ranks exchange inside of a function, and how it is differentiated.
+"""Exchanges between ranks inside a function, and their derivatives.
 
     psum(x)      the sum over all ranks, on each of them      its transpose: psum
     gather(x)    the samples of all ranks, on each of them    its transpose: scatter
@@ -8,19 +8,20 @@
     copy(x)      a rank's own copy (or samples) of what       its transpose: total
                  all hold
 
-What all ranks return, added up, is what is differentiated: then a sum that each of them receives
-has a cotangent on each of them, and the transpose adds these up. So ``make_step(..., group=...)``,
-which adds up the gradients of all ranks, gives the gradient of the sum of their losses.
+The function that is differentiated is the sum of the results of all ranks. A sum that each rank
+receives therefore has a cotangent on each rank, and the transpose sums these. So
+``make_step(..., group=...)``, which sums the gradients of all ranks, gives the gradient of the sum
+of their losses.
 
-All ranks exchange the same, in one order, and compare first what they are about to do; a mismatch
-is an error on all of them. What was exchanged before is compared no more where a module fixes its
-shapes, or where the host would wait for a device, unless a batch is cut around the call.
+All ranks exchange the same tensors in the same order, and first compare what they are about to
+exchange. A mismatch raises on all of them. An exchange is not compared again if a module fixes its
+shapes, or if the host would wait for a device, unless a batch is cut around the call.
 
-Each rank pulls the gradient of a microbatch with a cotangent of its own making: a weight, divided
-by some power of two. What it hands to another rank is first multiplied to what it stands for, and
-what comes back is divided. So an exchange has to know of which backward pass it is a part. Where
-transforms are nested it is recorded once for each level: a loss is pulled at one of them, and a
-function inside of it that takes a gradient of its own, or one around it, at another.
+Each rank pulls the gradient of a microbatch with its own cotangent: a weight divided by some power
+of two. A rank multiplies that back before it sends a cotangent, and divides what it receives. So an
+exchange must know which backward pass it belongs to. Under nested transforms it is recorded once
+per level: a loss is pulled at one level, and a function inside or around it that takes its own
+gradient at another.
 """
 
 import threading
@@ -43,7 +44,7 @@ from . import batches, buckets, watch
 def exchange(kind: "Kind", tree: trees.Tree, group: Any) -> trees.Tree:
     """Exchange a tree of tensors with the ranks of a group, differentiably.
 
-    A copy is made of what is differentiated by: what is constant stays so.
+    Tensors that are differentiated are copied, and constants stay constants.
     """
     leaves, spec = containers.open_tree(tree)
     at = [i for i, x in enumerate(leaves) if kind != "copy" or functorch.differentiated(x)]
@@ -61,7 +62,7 @@ def any_rank(flags: Sequence[bool], device: torch.device, group: Any) -> list[bo
 
 
 def gather_one(x: Tensor, group: Any, kind: "Kind" = "gather") -> Tensor:
-    """The tensors of all ranks, whose one shape no data decides, along a new dim 0."""
+    """Stack the tensors of all ranks along a new dim 0; their shape does not depend on data."""
     each = [1] * dist.get_world_size(group := buckets.group_of(group))
     (rows,) = Exchange(kind, group, each, fixed=True).of([x.unsqueeze(0)])
     return rows

@@ -1,10 +1,10 @@
-"""The primitive: a function of rows, one microbatch after the other.
+"""The primitive: a function applied to one microbatch after another.
 
     for part in microbatches:
-        out = func(shared, part)      # rows are laid end to end, sums are added
+        out = func(shared, part)      # rows are concatenated, sums are added
     its derivatives: the same, of functions that rule.py makes of func
 
-Everything else that takes a batch in parts is an instance of it.
+Everything else that takes a batch in parts is built on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,40 +44,39 @@ def microbatch(
     dim: int = 0,
     keep: Keep = "device",
 ) -> Callable[P, trees.Tree]:
-    """Make a function take its batch one microbatch after the other, and so all its derivatives.
+    """Make a function, and all its derivatives, process its batch one microbatch at a time.
 
     The rule::
 
         outs = [func(shared, part) for part in microbatches(batch, microbatch_size)]
         return outs, leaf by leaf concatenated, summed or whatever reduce says
 
-    It is differentiable as the function of the whole batch is, with respect to all that it is given
-    and captures, and in the memory of one microbatch: under every nest of torch.func's transforms
-    and under ``.backward()``, at any order. Only inputs and outputs are kept, and ``func`` is run
-    again for a derivative, with the random numbers, under the autocast and modes and with the
-    modules' tensors of the first time. Full-batch code (a contrastive loss, any function of sums)
-    is plain code over what it returns; for the gradient of a mean there is ``grad``.
+    You can differentiate the result as you would ``func`` of the whole batch, with respect to all
+    arguments and captured tensors, in the memory of one microbatch: under any nesting of
+    torch.func's transforms and under ``.backward()``, at any order. Only inputs and outputs are
+    stored. A derivative runs ``func`` again, with the random numbers, autocast, modes and module
+    tensors of the first run. Code that needs the full batch (a contrastive loss, any function of
+    sums) is plain code on the outputs. For the gradient of a mean use ``grad``.
 
-    Inside ``torch.compile`` it is the loop as it stands: that compiler decides by itself what to
-    keep.
+    Inside ``torch.compile`` it is a plain loop, and the compiler decides what to store.
 
     Args:
-        func: Any pure function of pytrees, with a pytree as its result.
+        func: Any pure function of pytrees that returns a pytree.
         microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
             each; or ``"auto"``, as many as memory allows, outside of any transform.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
-            sample along ``dim``. All others are handed to every microbatch whole.
-        batch_argnames: The same by name; where all batches are, ``batch_argnums`` is ``()``.
-        reduce: What becomes of each output: ``"concat"`` for leaves with one row per sample along
-            ``dim``; ``"sum"``; ``"mean"``, over rows; ``"stack"``, one entry per microbatch along a
-            new dim 0; ``"max"`` and ``"min"``, ``amax`` and ``amin`` of such entries; ``"last"``;
-            or a ``Reducer``, which has no derivative and raises where one is used.
-            One of them, or a tree of them that is a prefix of the output. A ``Weighted`` anywhere
-            in the output becomes total / weight of the whole batch, whatever stands here.
-        dim: Along which dim the rows of every batch argument lie, and those of the output.
-        keep: Where rows lie, and what is kept of them for the backward pass: ``"device"``, or
-            ``"host"`` for pinned memory of the host, to and from which each microbatch is copied
-            while the device computes.
+            sample along ``dim``. Every microbatch receives all other arguments whole.
+        batch_argnames: The keyword arguments that are batches. If all batches are keywords,
+            ``batch_argnums`` is ``()``.
+        reduce: How to reduce each output over microbatches: ``"concat"`` for leaves with one row
+            per sample along ``dim``; ``"sum"``; ``"mean"``, over rows; ``"stack"``, one entry per
+            microbatch along a new dim 0; ``"max"`` and ``"min"``, elementwise over such entries;
+            ``"last"``; or a ``Reducer``, whose result raises if it is differentiated. One of these,
+            or a tree of them that is a prefix of the output. A ``Weighted`` in the output becomes
+            total / weight of the whole batch, whatever ``reduce`` is.
+        dim: The dim along which the batch arguments are cut and outputs are concatenated.
+        keep: Where to store the rows, and what the backward pass needs of them: ``"device"``, or
+            ``"host"`` for pinned host memory. Copies to and from the host overlap with computation.
 
     Returns:
         A function with the arguments of ``func``.

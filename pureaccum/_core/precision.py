@@ -1,10 +1,10 @@
-"""The dtypes that parameters are kept in, that a loss computes in, and that its aux comes back in.
+"""The dtypes of stored parameters, of the loss computation, and of the aux that it returns.
 
     master parameters --cast--> compute dtype --loss--> output dtype
 
-The cast is done inside the microbatch, so that the gradient comes back through it in the master's
-dtype. Autocast too is opened inside each microbatch: around all of them, its cache would keep one
-low-precision copy of the weights for every microbatch.
+The cast is inside the microbatch, so the gradient comes back through it in the master's dtype.
+Autocast is opened inside each microbatch too. Around all of them, its cache would keep one
+low-precision copy of the weights per microbatch.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ from .._base.torch_internals import autograd
 
 
 class Policy(NamedTuple):
-    """Mixed precision: float32 masters with float16 or bfloat16 inside, or autocast.
+    """Mixed precision: float32 master weights with float16 or bfloat16 compute, or autocast.
 
     The rule::
 
         master parameters --cast--> compute dtype --loss--> output dtype
 
-    Only floating-point tensors are cast. Integers, masks, complex tensors and what is no tensor
-    stay as they are.
+    Only floating-point tensors are cast. Integers, masks, complex tensors and other objects stay as
+    they are.
 
     Attributes:
         param: The dtype to which ``step.init`` casts parameters; None leaves them.
-        compute: The dtype in which the loss gets parameters, batch and what else it is given by
-            position; None leaves them. Buffers, such as running statistics, are not cast.
+        compute: The dtype of parameters, batch and other positional arguments inside the loss; None
+            leaves them. Buffers, such as running statistics, are not cast.
         output: The dtype of aux; None leaves it. The loss itself is always widened to float32.
-        autocast: In place of ``compute``: the dtype of an autocast region around the loss.
+        autocast: The dtype of an autocast region around the loss, as an alternative to ``compute``.
 
     Example:
         >>> import torch
@@ -53,7 +53,7 @@ class Policy(NamedTuple):
     autocast: torch.dtype | None = None
 
     def cast_to_param(self, tree: trees.Tree) -> trees.Tree:
-        """The floating-point tensors of a tree in the dtype of master parameters.
+        """Cast the floating-point tensors of a tree to the ``param`` dtype.
 
         Args:
             tree: Parameters.
@@ -61,7 +61,7 @@ class Policy(NamedTuple):
         return _cast(tree, self.param)
 
     def cast_to_compute(self, tree: trees.Tree) -> trees.Tree:
-        """The floating-point tensors of a tree in the dtype of computation.
+        """Cast the floating-point tensors of a tree to the ``compute`` dtype.
 
         Args:
             tree: Parameters or a batch.
@@ -69,7 +69,7 @@ class Policy(NamedTuple):
         return _cast(tree, self.compute)
 
     def cast_to_output(self, tree: trees.Tree) -> trees.Tree:
-        """The floating-point tensors of a tree in the dtype of results.
+        """Cast the floating-point tensors of a tree to the ``output`` dtype.
 
         Args:
             tree: Aux.

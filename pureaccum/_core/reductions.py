@@ -1,8 +1,8 @@
-"""How values are reduced over microbatches: by a named reduction, or a reducer of the user's own.
+"""How values are reduced over microbatches: by a named reduction, or by a custom reducer.
 
-The same reductions and reducers serve what a microbatched function returns, the aux of a loss, and
-the gradients of single samples. The aux of a stream is folded as the microbatches come: ``"mean"``
-weighs each of them as the loss does, and only ``"concat"`` and ``"stack"`` keep what they saw.
+The same reductions apply to the outputs of a microbatched function, the aux of a loss, and the
+gradients of single samples. The aux of a stream is folded microbatch by microbatch: ``"mean"``
+weights each as the loss does, and only ``"concat"`` and ``"stack"`` store the values of all.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from .weights import Microbatch
 
 
 class Reducer(NamedTuple):
-    """A way to reduce what microbatches, or samples, give: a commutative monoid.
+    """A custom reduction over microbatches or samples: a commutative monoid.
 
     The rule, where ``microbatch`` or ``per_sample_grad`` takes it for ``reduce``::
 
@@ -33,13 +33,13 @@ class Reducer(NamedTuple):
         result = finalize(state)
 
     Attributes:
-        init: From a tree like what one of them gives, the state before the first.
-        update: ``update(state, values, weights)``: the state with some more values, whose tensors
-            are stacked along a new dim 0, and a weight for each: its samples, or what
-            ``Weighted`` says.
-        merge: One state of two.
-        finalize: The result, from a state. That of a microbatched function may be ignored, compared
-            or detached under every transform; whatever uses its derivative raises.
+        init: ``init(like)`` returns the first state, for a tree like the value of one.
+        update: ``update(state, values, weights)`` returns the state with more values. Their tensors
+            are stacked along a new dim 0. Each has a weight: its samples, or the weight of
+            ``Weighted``.
+        merge: ``merge(a, b)`` returns one state of two.
+        finalize: ``finalize(state)`` returns the result. You can ignore, compare or detach the
+            result of a microbatched function under any transform. Using its derivative raises.
 
     Example:
         >>> import torch

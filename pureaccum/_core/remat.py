@@ -1,6 +1,6 @@
-"""Keep only the inputs of a function for its backward pass, and run it again there.
+"""Store only the inputs of a function for its backward pass, and run it again there.
 
-A rematerialised function is a microbatched function of one piece, in which nothing is cut.
+A rematerialised function is a microbatched function with a single, uncut piece.
 """
 
 import math
@@ -21,23 +21,22 @@ R = TypeVar("R")
 
 
 def remat(func: Callable[P, R]) -> Callable[P, R]:
-    """Make a function that keeps its inputs, and nothing that it computes on the way.
+    """Make a function store its inputs instead of intermediate results, and recompute those.
 
-    The rule: ``remat(func)(*args, **kwargs)`` is ``func(*args, **kwargs)``, and so are its
-    gradients, to the bit. Between the forward and the backward pass only the arguments are held;
-    ``func`` is run again in the backward pass, with the random numbers and under the autocast of
-    the first time. It composes with torch.func's transforms, which ``torch.utils.checkpoint`` does
-    not.
+    The rule: ``remat(func)(*args, **kwargs)`` equals ``func(*args, **kwargs)``, and so do its
+    gradients, to the bit. Between the forward and the backward pass only the arguments are stored.
+    The backward pass runs ``func`` again, with the random numbers and the autocast of the first
+    run. It composes with torch.func's transforms, and ``torch.utils.checkpoint`` does not.
 
-    The first run records nothing: a module with another way for inference takes it there, and its
-    value is off by a rounding (``nn.TransformerEncoderLayer`` in ``eval()`` mode).
+    The first run records no graph. A module with a fast path for inference takes it there, and its
+    value then differs by rounding (``nn.TransformerEncoderLayer`` in ``eval()`` mode).
 
-    Captured tensors have their gradients too. Under ``torch.compile`` it is ``func`` itself, since
-    the compiler merges what is computed twice and decides by itself what to keep.
+    Captured tensors get gradients too. Under ``torch.compile`` it is ``func`` itself, because the
+    compiler merges repeated computations and decides itself what to store.
 
     Args:
-        func: Any function of pytrees, with a pytree as its result. Tensors in them that have no
-            gradient, and leaves that are no tensors, pass through.
+        func: Any function of pytrees that returns a pytree. Tensors without a gradient, and leaves
+            that are not tensors, pass through.
 
     Example:
         >>> from pureaccum import functional
@@ -80,15 +79,15 @@ def call_rematerialised(
 def remat_sequential(
     fs: Sequence[Callable[[trees.Tree, trees.Tree], trees.Tree]], segments: int | None = None
 ) -> Callable[[Sequence[trees.Tree], trees.Tree], trees.Tree]:
-    """Make a chain ``x = f(p, x)`` of functions that keeps ``x`` at the ends of its segments.
+    """Make a chain ``x = f(p, x)`` of functions store ``x`` only at the ends of its segments.
 
-    The rule: consecutive functions are cut into segments as even as can be, and each segment is
-    rematerialised. With as many segments as a segment has functions, the memory of n functions
-    is that of 2 * sqrt(n), for one more forward pass.
+    The rule: the functions are divided into segments that are as even as possible, and each segment
+    is rematerialised. With as many segments as functions per segment, the memory of n functions is
+    that of 2 * sqrt(n), at the cost of one more forward pass.
 
     Args:
-        fs: The functions, each of its own parameters and of what the one before returned.
-        segments: How many; None for about the square root of the number of functions.
+        fs: The functions, each of its own parameters and the output of the function before.
+        segments: The number of segments; None for about the square root of the number of functions.
 
     Returns:
         ``chain(params, x)``, where ``params`` is a sequence of trees, one for each function.

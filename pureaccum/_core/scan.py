@@ -1,12 +1,12 @@
-"""A function of a carry and of rows, chunk after chunk, in the memory of one chunk.
+"""A function of a carry and a sequence, chunk by chunk, in the memory of one chunk.
 
     for chunk in chunks:
         carry, out = func(params, carry, chunk)    # a microbatched function of one piece
     return carry, outs
 
-Each chunk is a call of the primitive, so that nothing is kept of it but what it was given, and all
-derivatives are the primitive's. A carry goes from one call to the next, and its cotangent comes
-back the same way: through the chunks from the last one to the first.
+Each chunk is a call of the primitive, which stores only its inputs and provides all derivatives. A
+carry goes from one call to the next, and its cotangent comes back the same way, from the last chunk
+to the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def scan(
     dim: int = 0,
     batch_argnums: int | tuple[int, ...] = 2,
 ) -> Callable[..., tuple[trees.Tree, trees.Tree]]:
-    """Make a function take a sequence chunk by chunk, with a carry, and so all its derivatives.
+    """Make a function with a carry, and all its derivatives, process a sequence chunk by chunk.
 
     The rule::
 
@@ -44,26 +44,26 @@ def scan(
             carry, out = func(params, carry, chunk)
         return carry, outs, leaf by leaf concatenated, summed or whatever reduce says
 
-    It is differentiable as the loop is, with respect to all that it is given and captures, under
-    every nest of torch.func's transforms and under ``.backward()``, at any order. Only the chunks,
-    the carries between them and the outputs are kept, and ``func`` is run again for a derivative:
-    see ``microbatch``, in which it may stand, and which it may hold. A carry as long as the
-    sequence, such as room for the keys and values of full attention, is kept at each chunk, which
-    saves nothing.
+    You can differentiate the result as you would that loop, with respect to all arguments and
+    captured tensors, under any nesting of torch.func's transforms and under ``.backward()``, at any
+    order. Only the chunks, the carries between them and the outputs are stored, and a derivative
+    runs ``func`` again: see ``microbatch``, which you can nest with it in either order. Every carry
+    is stored, so a carry as long as the sequence, such as a cache for the keys and values of full
+    attention, saves no memory.
 
     Args:
-        func: ``func(params, carry, chunk)`` gives ``(carry, out)``. The carry that it gives has the
-            structure, shapes, dtypes and devices of the one that it is given.
+        func: ``func(params, carry, chunk)`` returns ``(carry, out)``. The returned carry has the
+            structure, shapes, dtypes and devices of the one that it receives.
         chunk_size: Rows per chunk; the last one may be shorter. Or a list, the rows of each.
-        reduce: What becomes of each output: see ``microbatch``.
-        keep: Where the chunks, the carries between them and the rows of outputs lie: ``"device"``,
-            or ``"host"`` for pinned memory of the host, from which each chunk is copied.
-        dim: Along which dim the sequence lies, and the rows of the output.
-        batch_argnums: Which positional arguments are sequences. All others but the carry are handed
-            to every chunk whole.
+        reduce: How to reduce each output over chunks: see ``microbatch``.
+        keep: Where to store the chunks, the carries between them and the rows of outputs:
+            ``"device"``, or ``"host"`` for pinned host memory, from which each chunk is copied.
+        dim: The dim along which the sequence is cut and outputs are concatenated.
+        batch_argnums: Which positional arguments are sequences. Every chunk receives all others,
+            except the carry, whole.
 
     Returns:
-        A function with the arguments of ``func``, giving the last carry and the outputs.
+        A function with the arguments of ``func`` that returns the last carry and the outputs.
 
     Example:
         >>> def decayed(decay, carry, x):  # a running sum that forgets

@@ -1,10 +1,10 @@
-"""Which samples go together, so that no microbatch has more tokens than fit.
+"""Group samples so that no microbatch has more tokens than a limit.
 
     the longest samples first, each into the fullest microbatch that has room for it
-    as many microbatches as that makes, or some more, so that each rank has as many
-    then again, each sample into the emptiest one, if all of them fit in that way too
+    as many microbatches as that makes, or a few more, so that each rank has the same number
+    then again, each sample into the emptiest microbatch, if all of them fit that way too
 
-The first gives few microbatches, the last gives them nearly the same work. It is done on the host.
+The first pass makes few microbatches, the last one evens out their work. The host does it all.
 """
 
 from bisect import bisect_left, insort
@@ -22,10 +22,10 @@ Bin = list[int]  # the samples of a microbatch
 
 
 class Cut(NamedTuple):
-    """Which samples go together: their order, and how many samples each microbatch has.
+    """A grouping of samples into microbatches: their order, and the samples of each microbatch.
 
     Attributes:
-        order: The samples one after the other, an int64 tensor: ``x[order]`` is the batch to cut.
+        order: An int64 tensor with the indices of the samples: cut ``x[order]`` by ``sizes``.
         sizes: The samples of each microbatch, for ``microbatches`` or ``make_step``.
 
     Example:
@@ -47,24 +47,25 @@ def cut(
     ranks: int | None = None,
     padded: bool = False,
 ) -> Any:
-    """Which samples go together, so that no microbatch has more than ``max_tokens``.
+    """Group samples into microbatches of at most ``max_tokens`` tokens.
 
-    The rule: best fit, the longest samples first; then, with so many microbatches, each sample into
-    the one that has the fewest tokens, if all of them fit in that way too.
+    The rule: best fit, the longest samples first. Then, with that number of microbatches, each
+    sample goes into the one with the fewest tokens, if all samples fit that way too.
 
-    Every sample is in one microbatch, and within it samples keep their order. The gradient is that
-    of any other cut, and of the whole batch.
+    Every sample is in exactly one microbatch, and samples keep their order within it. The gradient
+    is that of any other cut, and of the whole batch.
 
     Args:
-        lengths: The tokens of each sample. A tensor on a device is waited for.
+        lengths: The tokens of each sample. A tensor on a device is copied to the host, which waits.
         max_tokens: The most tokens that a microbatch may have.
-        ranks: How many ranks share the rows: each gets as many microbatches as the others, and some
-            of them may be empty where samples are few.
-        padded: Whether samples are padded to the longest of their microbatch, which counts: samples
-            times that length. Otherwise tokens are counted as they are, end to end.
+        ranks: The number of ranks that share the samples. Each rank gets the same number of
+            microbatches. Some are empty if there are too few samples.
+        padded: Whether samples are padded to the longest of their microbatch. If so, tokens are
+            samples times that length. Otherwise they are the sum of the lengths.
 
     Returns:
-        A ``Cut``; with ``ranks`` a list of them, one for each rank, of samples of the whole batch.
+        A ``Cut``; with ``ranks`` a list with one for each rank, whose ``order`` indexes the whole
+        batch.
 
     Example:
         >>> x = torch.arange(4.0)

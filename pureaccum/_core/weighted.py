@@ -1,4 +1,4 @@
-"""A loss that says what it is a mean over, and sums of such losses.
+"""A loss that states the weight that it is a mean over, and sums of such losses.
 
 Weighted(a, n)                            a / n, of the whole batch
 Weighted(a, n) + 0.3 * Weighted(b, k)     a / n + 0.3 * b / k: each over its own weight
@@ -14,34 +14,35 @@ from .._base.torch_internals import functorch
 
 
 class Weighted(NamedTuple):
-    """A loss that is ``total / weight``: the mean over tokens, over a mask, over anything.
+    """A loss that is ``total / weight``: a mean over tokens, over a mask, over anything you count.
 
     The rule, for the microbatches of a batch::
 
         value = Σ total / Σ weight        gradient = Σ d total / d params / Σ weight
 
-    A loss returns it in place of a scalar, and it overrides ``reduction``. However unevenly the
-    weight is spread, that is the mean over the whole batch. A microbatch of weight zero adds its
-    total where that is a number other than zero (the sum over all anchors, say, over the number of
-    positives), and else exactly nothing, even where it is NaN. A batch of no weight has no value:
-    it is NaN, and a step over it is not applied. The weight is a constant of the gradient; a
-    transform around it (a meta-gradient with respect to the weights of samples) sees what it
-    depends on.
+    Return it from a loss in place of a scalar. It overrides ``reduction``, and gives the mean over
+    the whole batch however unevenly the weight is spread. A microbatch of weight zero adds its
+    total if that is a non-zero number (for example a sum over all anchors, divided by the number of
+    positives). Otherwise it adds exactly nothing, even if its total is NaN. A batch of weight zero
+    has the value NaN, and a step over it is not applied. The gradient treats the weight as a
+    constant. An outer transform (a meta-gradient with respect to sample weights) differentiates
+    through it.
 
     ``number * Weighted``, ``-Weighted`` and ``Weighted / number`` scale the total. A sum of several
-    is a loss too, each term a mean over its own weight::
+    is a loss too, in which each term is a mean over its own weight::
 
         Weighted(loss, tokens) + 0.3 * Weighted(balance, sequences) - Weighted(kl, positions)
 
-    A term of no weight in the whole batch adds nothing; only where no term has any is there no
-    value. All weights have to be known before the first gradient, so a batch that is cut goes
-    through the loss twice, first for its weights: about 1.5 of the time, and no more memory. (Not
-    where all terms have one tensor for their weight.) Where nothing can be counted first, as in a
-    stream, ``update`` takes ``weights=``. Every microbatch, on every rank, has as many terms.
+    A term without weight in the whole batch adds nothing; the value is NaN only if no term has
+    weight. The weights must be known before the first gradient, so a batch that is cut goes through
+    the loss twice, first for its weights. That takes about 1.5 times as long and no more memory.
+    (It goes through once if all terms share one tensor as weight.) A stream cannot be counted
+    first: pass ``weights=`` to ``update``. Every microbatch, on every rank, must have the same
+    number of terms.
 
     Attributes:
         total: The sum of the losses, a 0-d tensor.
-        weight: What to divide by: a 0-d tensor or a number, not negative.
+        weight: The divisor: a 0-d tensor or a number, not negative.
 
     Example:
         >>> import torch
@@ -86,7 +87,7 @@ class Weighted(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """A sum of means, each over its own weight, as adding ``Weighted`` gives it."""
+    """A sum of means, each over its own weight: the result of adding ``Weighted``."""
 
     terms: tuple[Weighted, ...]  # each with its coefficient in the total
 

@@ -1,11 +1,11 @@
-"""Optimizers that are made of others: a chain of gradient maps, and a partition of the leaves.
+"""Optimizers built from others: a chain of gradient maps, and a partition of the leaves.
 
     chain:      for map in maps:
                     grads, state = map.update(grads, state)
                 params, state = optimizer.apply(grads, state, params)
     partition:  each optimizer steps the leaves of its label, a flat dict from path to leaf
 
-A gradient map is anything with ``init(params)`` and ``update(grads, state)``, as in optax; an
+A gradient map is anything with ``init(params)`` and ``update(grads, state)``, as in optax. An
 optimizer is anything with ``init(params)`` and ``apply(grads, state, params)``.
 """
 
@@ -27,14 +27,14 @@ from . import updates
 
 
 class GradientMap(NamedTuple):
-    """A map that changes gradients before an optimizer is given them.
+    """A map that changes gradients before an optimizer uses them.
 
     Attributes:
-        init: ``init(params)`` gives the first state.
-        update: ``update(grads, state, donate=False)`` gives ``(grads, state)``; with ``donate``
-            grads are given up.
-        factor: ``factor(norm)`` gives the number by which the map multiplies gradients of a global
-            norm, where it does nothing else; otherwise None.
+        init: ``init(params)`` returns the first state.
+        update: ``update(grads, state, donate=False)`` returns ``(grads, state)``. ``donate=True``
+            lets it reuse the memory of ``grads``.
+        factor: ``factor(norm)`` returns the number that multiplies gradients of this global norm.
+            None if the map does more than multiply by such a number.
     """
 
     init: Callable[[trees.Tree], Any]
@@ -48,12 +48,12 @@ class GradientMap(NamedTuple):
 def clip_by_global_norm(max_norm: float) -> GradientMap:
     """Scale gradients down to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    The rule, with the norm of all leaves as one vector::
+    The rule, where the norm is over all leaves as one vector::
 
         grads = grads * min(1, max_norm / (|grads| + 1e-6))
 
     Args:
-        max_norm: The largest norm that passes, above zero.
+        max_norm: The largest norm that stays unscaled, above zero.
 
     Example:
         >>> clip = clip_by_global_norm(1.0)
@@ -68,18 +68,18 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
     max_norm = checks.check_number(max_norm, "max_norm", "a number above zero", lambda it: it > 0)
 
     def init(params: trees.Tree) -> tuple[()]:
-        """No state."""
+        """Return the empty state."""
         return ()
 
     def factor_of(norm: Tensor) -> Tensor:
-        """The number by which gradients of a norm are multiplied."""
+        """Return the number that multiplies gradients of this global norm."""
         # torch's formula, small constant included: the same bits
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def update(
         grads: trees.Tree, state: tuple[()], *, donate: bool = False
     ) -> tuple[trees.Tree, tuple[()]]:
-        """The gradients scaled down, and no state."""
+        """Return the scaled gradients and the empty state."""
         leaves, spec = trees.flatten(grads)
         scaled = _scaled(leaves, factor_of(trees.global_norm(grads)), donate)
         own = donate and modes.may_write()
@@ -102,7 +102,7 @@ def _scaled(grads: list[Tensor], factor: Tensor, donate: bool) -> list[Tensor]:
 
 @settings.records
 def chain(*parts: Any) -> updates.Optimizer:
-    """Put gradient maps before an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
+    """Apply gradient maps before an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
 
     The rule::
 
@@ -110,12 +110,11 @@ def chain(*parts: Any) -> updates.Optimizer:
             grads, state = map.update(grads, state)
         params, state = optimizer.apply(grads, state, params)
 
-    The state is the tuple of the states of all parts. A map's state changes only if the step is
-    applied.
+    The state is the tuple of the parts' states. A map's state changes only if the step is applied.
 
     Args:
-        parts: Gradient maps, which have ``init(params)`` and
-            ``update(grads, state) -> (grads, state)``, and last an optimizer.
+        parts: Any number of gradient maps, with ``init(params)`` and
+            ``update(grads, state) -> (grads, state)``, then one optimizer.
 
     Example:
         >>> from pureaccum import sgd
@@ -141,11 +140,11 @@ def chain(*parts: Any) -> updates.Optimizer:
     optimizer = as_optimizer(last, "the last part of chain")
 
     def init(params: trees.Tree) -> tuple[Any, ...]:
-        """The states of all parts before the first step."""
+        """Return the tuple of the parts' first states."""
         return (*(map.init(params) for map in maps), optimizer.init(params))
 
     def check(state: Any, params: trees.Flat, root: str) -> updates.Begin:
-        """Check that a state is one of this chain, and that its last part fits these params."""
+        """Check that a state belongs to this chain, and that its last part fits these params."""
         if not isinstance(state, tuple) or len(state) != len(parts):
             came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
             raise TypeError(
@@ -155,7 +154,7 @@ def chain(*parts: Any) -> updates.Optimizer:
         return partial(begin, optimizer.check(state[-1], params, f"{root}[{len(maps)}]"))
 
     def begin(begin_last: updates.Begin, state: Any, params: trees.Flat) -> updates.Ready:
-        """A step of the chain before it is taken."""
+        """Return a step of the chain that is ready to take."""
         last = begin_last(state[-1], params)
         return updates.Ready(last.sound, partial(step, state, params, last), last.rate)
 
@@ -254,7 +253,7 @@ def _named(thing: Any) -> str:
 def partition(
     optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
 ) -> updates.Optimizer:
-    """Give each leaf the optimizer of its label: no weight decay on biases and norms, say.
+    """Step each leaf with the optimizer of its label, say without decay on biases and norms.
 
     The rule::
 
@@ -264,9 +263,9 @@ def partition(
             params[of_label], state[label] = optimizer.apply(*given)
 
     Args:
-        optimizers: The optimizer of each label; the state has that of each, in a dict.
-        label_of_path: Gives the label of a leaf from its path: the keys on the way to it, joined
-            by dots. In a dict of a module's ``named_parameters()`` that is the parameter's name.
+        optimizers: The optimizer for each label. The state is a dict from label to its state.
+        label_of_path: Maps the path of a leaf to its label. The path joins the leaf's keys with
+            dots. In a dict of a module's ``named_parameters()`` it is the parameter's name.
 
     Example:
         >>> import torch
@@ -292,7 +291,7 @@ def partition(
     positions = partial(_positions, known, label_of_path)
 
     def init(params: trees.Tree) -> dict[str, Any]:
-        """The state of each label before the first step."""
+        """Return the first state of each label that is in use."""
         leaves, spec = checks.read_params(params)
         return {
             label: known[label].init({path: leaves[i] for path, i in at.items()})
@@ -300,7 +299,7 @@ def partition(
         }
 
     def check(state: Any, params: trees.Flat, root: str) -> updates.Begin:
-        """Check that a state has those of all labels in use, and that they fit these params."""
+        """Check that a state has an entry for each label in use, and that all fit these params."""
         of_label = positions(params[1])
         if not isinstance(state, dict) or set(state) != set(of_label):
             came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore

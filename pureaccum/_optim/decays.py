@@ -1,11 +1,11 @@
-"""Learning rates that fall by a factor, and one that goes up and then far down: torch's schedulers.
+"""Learning rates that fall by a factor, and the one-cycle rate, as in torch's schedulers.
 
     step_decay          StepLR, MultiStepLR
     exponential_decay   ExponentialLR
     one_cycle           OneCycleLR
 
-They are computed from the number of applied steps alone, where torch multiplies the last rate: no
-rounding is carried from step to step. All of ``schedules`` holds for them.
+Each rate is computed from the number of applied steps alone. torch multiplies the last rate, so
+its rounding errors accumulate and these do not. All that ``schedules`` says holds for them too.
 """
 
 import itertools
@@ -23,16 +23,16 @@ from . import schedules
 def step_decay(
     peak: float | Tensor, steps: int | Sequence[int], factor: float | Tensor = 0.1
 ) -> schedules.Schedule:
-    """Multiply the rate by ``factor`` after every so many steps, or at each of several counts.
+    """Multiply the rate by ``factor`` every ``steps`` steps, or at each count in a list.
 
-    The rule: ``rate(count) = peak * factor ** passed``, where ``passed`` is ``count // steps``, or
-    how many of the counts ``steps`` have been reached.
+    The rule: ``rate(count) = peak * factor ** passed``. ``passed`` is ``count // steps`` for an
+    int. For a list it is the number of its counts that have been reached.
 
     Args:
         peak: The first rate, a number or a 0-d tensor.
-        steps: An int: after how many applied steps each time, as in torch's StepLR. Several ints,
-            increasing: the counts at which the rate changes, as in MultiStepLR.
-        factor: What the rate is multiplied by, a number or a 0-d tensor.
+        steps: An int: the number of applied steps between changes, as in torch's StepLR. A list of
+            increasing ints: the counts at which the rate changes, as in MultiStepLR.
+        factor: The number that multiplies the rate at each change, or a 0-d tensor.
 
     Example:
         >>> rate = step_decay(1.0, steps=2, factor=0.5)
@@ -67,17 +67,18 @@ def step_decay(
 def exponential_decay(
     peak: float | Tensor, factor: float | Tensor, steps: int = 1, end: float | Tensor = 0.0
 ) -> schedules.Schedule:
-    """Multiply the rate by ``factor`` in the course of every ``steps`` steps, down to ``end``.
+    """Shrink the rate smoothly, by ``factor`` over every ``steps`` steps, but never below ``end``.
 
     The rule: ``rate(count) = max(peak * factor ** (count / steps), end)``.
 
-    With ``steps=1`` it is torch's ExponentialLR. ``step_decay`` multiplies at once instead.
+    With ``steps=1`` this is torch's ExponentialLR. For a rate that drops in steps see
+    ``step_decay``.
 
     Args:
         peak: The first rate, a number or a 0-d tensor.
-        factor: What the rate is multiplied by, a number or a 0-d tensor.
-        steps: In how many applied steps it is.
-        end: The rate is never below this, a number or a 0-d tensor.
+        factor: The number that multiplies the rate over ``steps`` steps, or a 0-d tensor.
+        steps: The number of applied steps over which the rate changes by ``factor``.
+        end: The lowest rate, a number or a 0-d tensor.
 
     Example:
         >>> rate = exponential_decay(1.0, factor=0.25, steps=2, end=0.1)
@@ -118,7 +119,7 @@ def one_cycle(
     final_div_factor: float = 1e4,
     three_phase: bool = False,
 ) -> schedules.Schedule:
-    """Go up to ``peak`` and down to a far lower rate, as the learning rate of torch's OneCycleLR.
+    """Raise the rate to ``peak``, then lower it far below its start, as torch's OneCycleLR does.
 
     The rule, along half a cosine or in a straight line from each rate to the next::
 
@@ -128,20 +129,20 @@ def one_cycle(
         2 * pct_start * steps - 2        start                       # only with three_phase
         steps - 1, and from there on     start / final_div_factor
 
-    torch's scheduler raises after the last step, and divides by zero where its first or its last
-    phase has no length; here the last rate stays, and such a phase is at its end. OneCycleLR also
-    changes the momentum, unless ``cycle_momentum=False`` is said: this changes the rate alone.
+    Unlike torch's scheduler, which raises after the last step, this one keeps the last rate. Where
+    torch divides by zero because its first or last phase has no length, the rate jumps to the end
+    of that phase. Only the rate changes: OneCycleLR by default cycles the momentum too.
 
     Args:
         peak: The highest rate, a number or a 0-d tensor.
-        steps: How many applied steps there are, all phases together.
-        pct_start: In which share of the steps the rate goes up, from 0 to 1. Where that is less
-            than one step, the cycle begins on the way down.
+        steps: The number of applied steps in all phases together.
+        pct_start: The share of the steps in which the rate rises, from 0 to 1. If that is less than
+            one step, the rate starts to fall at once.
         anneal_strategy: ``"cos"`` or ``"linear"``.
         div_factor: ``peak`` divided by the first rate.
         final_div_factor: The first rate divided by the last.
-        three_phase: Go down to the first rate as fast as up from it, and then on to the last one;
-            ``pct_start`` is at most a half then.
+        three_phase: Whether the rate first falls to its start as fast as it rose, and then on to
+            the last rate. ``pct_start`` is then at most 0.5.
 
     Example:
         >>> rate = one_cycle(1.0, steps=6, pct_start=0.5, anneal_strategy="linear", div_factor=5)

@@ -1,9 +1,9 @@
-"""An exponential moving average of parameters, as a pure state: torch's AveragedModel.
+"""An exponential moving average of parameters as a pure state, like torch's AveragedModel.
 
-    init      a copy of the parameters, in the dtypes in which sums are kept
-    update    the first takes the parameters; later ones go from the average towards them
+    init      a copy of the parameters, in the accumulation dtype
+    update    the first copies the parameters; later ones move the average towards them
 
-In bfloat16, 0.999 * x + 0.001 * y is x: an average is at least float32.
+In bfloat16, 0.999 * x + 0.001 * y is x, so averages are at least float32.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class EmaState(NamedTuple):
     """An average of parameters.
 
     Attributes:
-        params: The average, a tree like the parameters, in float32 at least.
-        updates: How many updates there were, a 0-d int64 tensor.
+        params: The average, a tree like the parameters, in float32 or wider.
+        updates: The number of updates so far, a 0-d int64 tensor.
     """
 
     params: trees.Tree
@@ -36,13 +36,13 @@ class EmaState(NamedTuple):
 
 
 class Ema(NamedTuple):
-    """The two functions of an average of parameters.
+    """The two functions of a parameter average.
 
     Attributes:
-        init: ``init(params)`` gives an average that is a copy of the parameters.
-        update: ``update(state, params, applied=None, donate=False)`` gives the next average. Where
-            ``applied``, a 0-d bool tensor, is false, all of it comes back bit for bit as it was;
-            with ``donate`` the old average is given up, and its memory is used again.
+        init: ``init(params)`` returns an average that is a copy of the parameters.
+        update: ``update(state, params, applied=None, donate=False)`` returns the next average.
+            ``applied`` is a 0-d bool tensor. If it is false, the average is returned bit for bit
+            unchanged. ``donate=True`` reuses the memory of the old average.
     """
 
     init: Callable[[trees.Tree], EmaState]
@@ -53,29 +53,28 @@ class Ema(NamedTuple):
 
 @records
 def ema(decay: float | schedules.Schedule) -> Ema:
-    """Average parameters over the steps of training, the latest with the largest weight.
+    """Average parameters over training steps, with exponentially decaying weights.
 
-    The rule, after a first update that takes the parameters as they are::
+    The rule, after a first update that copies the parameters::
 
         average = decay * average + (1 - decay) * params
 
-    as ``lerp(average, params, 1 - decay)``, which is what torch's AveragedModel computes with
-    ``get_ema_multi_avg_fn(decay)``. Averages are float32 at least, also those of bfloat16 leaves.
-    Leaves of integers and bools, such as the count of batches in a BatchNorm, are no numbers to
-    average: the latest are taken over. So buffers can go along: a tree of both is averaged as
-    ``use_buffers=True`` would.
+    It is computed as ``lerp(average, params, 1 - decay)``, like torch's AveragedModel with
+    ``get_ema_multi_avg_fn(decay)``. Averages are float32 or wider, also those of bfloat16 leaves.
+    Integer and bool leaves, such as a BatchNorm's batch counter, are not averaged: the latest value
+    is copied. So a tree of parameters and buffers is averaged as with ``use_buffers=True``.
 
-    Pass a step's ``info.applied`` to ``update``: a step that was not applied does not count.
+    Pass a step's ``info.applied`` to ``update``, so that skipped steps do not count.
 
-    With ``donate=True`` an update has the same bits, and needs no memory for a second average: it
-    writes to that of the old one, every later use of which raises an error that says so.
+    With ``donate=True`` an update has the same bits and needs no memory for a second average. It
+    overwrites the old one, and every later use of the old one raises.
 
-    At top level autograd records nothing. In your own ``torch.compile`` call it under ``no_grad``
-    where parameters require grad: else each average keeps the graph of all before it.
+    At top level autograd records nothing. In your own ``torch.compile``, call it under ``no_grad``
+    if parameters require grad. Otherwise each average keeps the graph of all earlier ones.
 
     Args:
-        decay: What an average keeps of itself with every update, in [0, 1); or a function from the
-            number of updates before this one, a 0-d tensor, to a 0-d tensor. The usual warm-up is
+        decay: The weight of the old average in each update, in [0, 1). Or a function from the
+            number of earlier updates, a 0-d tensor, to a 0-d tensor. The usual warm-up is
             ``lambda n: ((1 + n.double()) / (10 + n)).clamp(max=0.999)``.
 
     Example:
@@ -97,7 +96,7 @@ def ema(decay: float | schedules.Schedule) -> Ema:
         decay = checks.check_number(decay, "decay", expected, lambda it: 0 <= it < 1)
 
     def init(params: trees.Tree) -> EmaState:
-        """A copy of the parameters, before any update."""
+        """Return a copy of the parameters, as an average without updates."""
         leaves, spec = _read_leaves(params)
         with _without_graph(leaves):
             parts, layouts = dtensors.opened(leaves)
@@ -108,7 +107,7 @@ def ema(decay: float | schedules.Schedule) -> Ema:
     def update(
         state: EmaState, params: trees.Tree, applied: Tensor | None = None, *, donate: bool = False
     ) -> EmaState:
-        """The average with one more set of parameters."""
+        """Return the average after one more set of parameters."""
         checks.check_state(state, EmaState, "ema")
         old, spec = kept = checks.read_tensors(state.params, "state.params", _CAUSE)
         leaves = fitting(params, kept, ("params", "state.params"), _CAUSE)

@@ -2,8 +2,8 @@
 
     make the optimizer on copies of the parameters; put its state back; step; take its state out
 
-What such an optimizer keeps is found out by one step on copies when the state is made, so that the
-state has its structure from the start; before the first step its numbers mean nothing.
+``init`` takes one step on copies to find out which tensors and numbers the class stores. The state
+has that structure from the start, filled with zeros until the first applied step.
 """
 
 import inspect
@@ -26,12 +26,12 @@ StatePath = tuple[Any, ...]
 
 @states.loadable
 class TorchState(NamedTuple):
-    """The state of an optimizer of torch, its numbers as 0-d tensors.
+    """The state of a torch optimizer, with its numbers as 0-d tensors.
 
     Attributes:
-        steps: How many steps were applied.
-        per_leaf: What the optimizer keeps for each leaf of params, in their order.
-        group: Its settings that are numbers, which some optimizers change as they go.
+        steps: The number of applied steps, a 0-d int64 tensor.
+        per_leaf: For each leaf of params, in order, the dict that the optimizer stores for it.
+        group: The numeric settings of its param group, which some optimizers change as they go.
     """
 
     steps: Tensor
@@ -41,20 +41,21 @@ class TorchState(NamedTuple):
 
 @records
 def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> updates.Optimizer:
-    """Turn an optimizer class of torch, or of anyone who follows torch, into pure functions.
+    """Turn any ``torch.optim.Optimizer`` class, torch's or not, into a pair of pure functions.
 
     The rule::
 
         optimizer = cls(copies of params, **settings)
         put its state back; step; take its state out
 
-    The class itself does the arithmetic, so the bits are its own. It runs at eager top level only,
-    and it has to know whether a step is applied before it begins: on an accelerator that waits
-    for the device, as ``GradScaler.step`` does. ``sgd``, ``adam`` and ``adamw`` do neither.
+    The class itself does the arithmetic, so results have its bits. It runs at eager top level only:
+    under torch.func transforms, vmap and torch.compile it raises. On an accelerator each step
+    synchronises to learn whether it is applied, as ``GradScaler.step`` does. ``sgd``, ``adam`` and
+    ``adamw`` have neither limit.
 
     Args:
         cls: A ``torch.optim.Optimizer`` class whose ``step`` needs no closure.
-        settings: What the class takes after the parameters. ``lr`` may also be a schedule.
+        settings: Keyword arguments for the class. ``lr`` may also be a schedule.
 
     Example:
         >>> opt = from_torch(torch.optim.RMSprop, lr=0.1, alpha=0.75)

@@ -1,12 +1,12 @@
-"""L-BFGS: steps along the direction that the last gradients tell, over a function of the batch.
+"""L-BFGS: quasi-Newton steps from recent moves and gradient changes, over a function of the batch.
 
     remember    s, y = the last move, and the change of the gradient over it
-    direction   d = -H @ gradient, by two loops over the moves and changes that are remembered
-    length      t, the learning rate, or by a line search that begins there
+    direction   d = -H @ gradient, by two loops over the stored moves and changes
+    length      t, the learning rate, or the result of a line search that begins there
     move        params = params + t * d
 
-Operations come in the order of ``torch.optim.LBFGS``, on flat vectors as there, so that in float64
-parameters are bit for bit the same. What decides is a number of the host, in float64.
+Operations have the order of ``torch.optim.LBFGS``, on flat vectors as there, so float64 parameters
+are bit for bit the same. The host makes every decision, with float64 numbers.
 """
 
 import math
@@ -28,19 +28,19 @@ class LBFGSState(NamedTuple):
     """The state of L-BFGS.
 
     Attributes:
-        steps: How many calls were applied.
-        iterations: How many directions they took.
-        evaluations: How often they asked for gradients.
-        lr: The learning rate if it is a number, else ``()``.
-        value: The value at the params that the last call was given; NaN before the first.
-        applied: Whether the last call was applied. It was not where value, gradient or learning
-            rate was not finite, or where the first line search found no lower value.
-        gradient: The gradient, flat, where the last iteration began.
-        move: What it added to the parameters, flat.
-        moves: The moves that are remembered, the newest last; zeros where there are fewer.
-        changes: The change of the gradient over each of them.
-        weights: One over the product of each move with its change, 0 where there is none.
-        scale: What the gradient is multiplied with between the two loops.
+        steps: The number of applied calls.
+        iterations: The number of iterations in all calls, one search direction each.
+        evaluations: The number of evaluations of ``func`` in all calls.
+        lr: The learning rate if it is a number, otherwise ``()``.
+        value: The value at the params passed to the last call; NaN before the first call.
+        applied: Whether the last call was applied. False if value, gradient or learning rate was
+            not finite, or if the first line search found no lower value.
+        gradient: The gradient at the start of the last iteration, as a flat vector.
+        move: The change of the parameters in the last iteration, as a flat vector.
+        moves: The stored moves, the newest last; zeros for those that do not exist yet.
+        changes: The change of the gradient over each stored move.
+        weights: 1 / (move · change) for each stored pair; 0 for those that do not exist yet.
+        scale: The factor between the two loops that compute a direction.
     """
 
     steps: Tensor
@@ -78,31 +78,32 @@ def lbfgs(
     history_size: int = 10,
     line_search_fn: Literal["strong_wolfe"] | None = "strong_wolfe",
 ) -> minimizer.Minimizer:
-    """``torch.optim.LBFGS`` as a pair of pure functions, over a function of the whole batch.
+    """Return ``torch.optim.LBFGS`` as a pair of pure functions, over a function of the whole batch.
 
-    The rule, for at most ``max_iter`` iterations a call, g being the gradient at params::
+    The rule, for at most ``max_iter`` iterations per call, with g the gradient at params::
 
-        d = -H @ g  # H from the last moves, and the changes of g over them
+        d = -H @ g  # H from the stored moves and gradient changes
         t = lr  # in the first iteration of a run min(1, 1 / sum(|g|)) * lr
         t = strong_wolfe(func, params, d, t)  # with a line search
         params = params + t * d
 
-    Within a call the function has to be the same, over the whole batch, as ``grad_and_value`` gives
-    it in the memory of one microbatch. In float64 parameters are those of torch's class to the bit.
-    As there, the host looks at numbers to decide, and waits for a device; under vmap, torch.func
-    and torch.compile that is an error. Ranks whose functions give the same numbers stay the same.
-    n calls of one iteration are one call of n, bit for bit, where only ``max_iter`` ends them and
-    no search is cut short; each evaluates once more, where it begins.
+    ``func`` must be deterministic within a call and cover the whole batch. ``grad_and_value`` makes
+    such a function in the memory of one microbatch. In float64, parameters match torch's class bit
+    for bit. As there, the host reads numbers to decide, which synchronises with the device. Under
+    vmap, torch.func and torch.compile it raises. Ranks stay identical if ``func`` returns the same
+    numbers on all of them. If only ``max_iter`` ends them and no search is cut short, n calls of
+    one iteration equal one call of n, bit for bit. Each call evaluates ``func`` once more, at its
+    start.
 
     Args:
-        lr: A float, a tensor or a schedule: see ``sgd``. A line search begins there.
-        max_iter: Iterations a call, at most.
-        max_eval: Evaluations a call, after which no iteration begins and no search goes on; by
-            default ``max(25, max_iter * 5 // 4)``. torch's is 1 where ``max_iter`` is.
-        tolerance_grad: A call ends where no number of the gradient is larger.
-        tolerance_change: A call ends where neither value nor parameters change by more.
-        history_size: How many pairs are remembered, each of twice the size of the parameters.
-            torch's default is 100.
+        lr: A float, a tensor or a schedule: see ``sgd``. A line search starts from it.
+        max_iter: The largest number of iterations per call.
+        max_eval: The number of evaluations after which a call starts no iteration and stops its
+            search; ``max(25, max_iter * 5 // 4)`` by default. torch's is 1 if ``max_iter`` is 1.
+        tolerance_grad: A call ends once no gradient entry is larger in absolute value.
+        tolerance_change: A call ends once the value changes by less, or no parameter by more.
+        history_size: The number of stored pairs, each twice the size of the parameters. torch's
+            default is 100.
         line_search_fn: ``"strong_wolfe"``, or None for steps of ``lr``, torch's default.
 
     Example:
@@ -135,7 +136,7 @@ def lbfgs(
     )
 
     def init(params: trees.Tree) -> LBFGSState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return _first_state(_read(params), lr, rules.history_size)
 
     def apply(
@@ -145,7 +146,7 @@ def lbfgs(
         *,
         donate: bool = False,
     ) -> tuple[trees.Tree, LBFGSState]:
-        """The params after some iterations, and the state."""
+        """Return the params and the state after at most ``max_iter`` iterations."""
         minimizer.check_function(func, "lbfgs")
         flat = _read(params)
         _check(state, flat[0], lr, rules)

@@ -1,9 +1,9 @@
-"""The line search of L-BFGS: how far to go along a direction that leads down.
+"""The line search of L-BFGS: how far to go along a descent direction.
 
-Rule: first until two points have between them one that is low and flat enough, then by dividing
-what lies between them, at the lowest point of the cubic that both tell. That is torch's search,
-operation by operation, and with tensors where it has tensors: they divide and take roots in their
-own way, up to the last place. A point that is not finite is infinitely high.
+The rule: extend the step until two points bracket one that satisfies the strong Wolfe conditions,
+then narrow the bracket by the minimum of the cubic through both ends. This is torch's search,
+operation by operation. It uses tensors where torch does, because their division and square root
+differ from Python's in the last place. A point that is not finite counts as infinitely high.
 """
 
 import math

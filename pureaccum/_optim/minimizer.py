@@ -1,10 +1,10 @@
-"""Optimizers that look again: they are given a function of the whole batch, not its gradient.
+"""Optimizers that evaluate a function of the whole batch themselves, not just its gradient.
 
     opt.init(params) -> state
     opt.apply(func, state, params) -> (params, state)      # func(params) -> (grads, value)
 
-The function is given copies of the parameters, so that whatever it does, and where it raises,
-nothing of the caller's is lost.
+``func`` receives copies of the parameters, so it can neither change nor lose the caller's tensors,
+even if it raises.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from . import updates
 
 
 class Minimizer(NamedTuple):
-    """An optimizer that asks a function for gradients, as often as it needs them.
+    """An optimizer that calls a function for gradients as often as it needs them.
 
     Attributes:
-        init: ``init(params)`` gives the first state.
-        apply: ``apply(func, state, params, donate=False)`` gives ``(params, state)``, where
-            ``func(params)`` gives ``(grads, value)``; with ``donate`` state and params are given
-            up.
+        init: ``init(params)`` returns the first state.
+        apply: ``apply(func, state, params, donate=False)`` returns ``(params, state)``, where
+            ``func(params)`` returns ``(grads, value)``. ``donate=True`` reuses the memory of state
+            and params.
     """
 
     init: Callable[[trees.Tree], Any]

@@ -1,11 +1,10 @@
 """SGD, Adam and AdamW as pure functions of (grads, state, params).
 
-At eager top level the arithmetic is that of torch's own kernels, so the numbers are bit for bit
-those of ``torch.optim`` with the same variant: ``fused=True`` is torch's fused kernel; otherwise
-the single-tensor kernel serves on a CPU and the foreach kernel elsewhere (as ``capturable=True``);
-the two agree for real numbers in float32 and float64. Under vmap, outer transforms and
-torch.compile the same formula runs in plain tensor operations, and agrees to a few units in the
-last place.
+At eager top level torch's own kernels do the arithmetic, so results match the same variant of
+``torch.optim`` bit for bit. ``fused=True`` is torch's fused kernel. Otherwise the CPU uses the
+single-tensor kernel and other devices the foreach kernel (as with ``capturable=True``). These two
+agree for real float32 and float64 numbers. Under vmap, outer transforms and torch.compile the same
+formula runs in plain tensor operations and agrees to a few units in the last place.
 """
 
 import math
@@ -24,7 +23,7 @@ from . import schedules, updates
 
 @states.loadable
 class SGDState(NamedTuple):
-    """The state of SGD: the applied steps, the learning rate if it is a number, the momentum."""
+    """The state of SGD: applied steps, learning rate (``()`` unless it is a number), momentum."""
 
     steps: Tensor
     lr: Any
@@ -33,7 +32,7 @@ class SGDState(NamedTuple):
 
 @states.loadable
 class AdamState(NamedTuple):
-    """The state of Adam: the applied steps, the learning rate if it is a number, the moments."""
+    """The state of Adam: applied steps, learning rate (``()`` unless it is a number), moments."""
 
     steps: Tensor
     lr: Any
@@ -53,27 +52,27 @@ def sgd(
     maximize: bool = False,
     fused: bool = False,
 ) -> updates.Optimizer:
-    """``torch.optim.SGD`` as a pair of pure functions.
+    """Return ``torch.optim.SGD`` as a pair of pure functions, ``init`` and ``apply``.
 
-    The rule, with -grads where ``maximize``::
+    The rule, with -grads for grads if ``maximize``::
 
         g = grads + weight_decay * params
         m = momentum * m + (1 - dampening) * g  # in the first step g; without momentum m is g
         params = params - lr * (g + momentum * m if nesterov else m)
 
     Args:
-        lr: A float, which the state then holds (``state.lr``: replace it there, or stack states
-            of several); a tensor, which is used as it is and may be differentiated; or a
-            schedule, a function of the number of applied steps. Where it is not finite a training
-            step is not applied; ``apply`` alone computes with it as it is.
-        momentum: How much of the last direction is kept; without any there is no such state.
-        dampening: How much of a gradient the momentum leaves out.
-        weight_decay: How much of the parameters is added to the gradient.
-        nesterov: Whether to look one step of momentum ahead.
-        maximize: Whether to go up.
-        fused: torch's fused kernel: the fastest, and the one that can leave donated memory as it
-            was when a step turns out not to be applied. It differs from the others in the last
-            place.
+        lr: A float, stored in the state (replace ``state.lr`` to change it, or stack states with
+            different rates). Or a tensor, which is not copied and may be differentiated. Or a
+            schedule, a function of the number of applied steps. A training step with a rate that
+            is not finite is not applied; ``apply`` itself does not check the rate.
+        momentum: The factor that decays the momentum buffer; 0 stores no buffer.
+        dampening: The share of each gradient that does not enter the momentum buffer.
+        weight_decay: The factor of the parameters that is added to the gradient.
+        nesterov: Whether to use Nesterov momentum.
+        maximize: Whether to step up the gradient instead of down.
+        fused: Whether to use torch's fused kernel. It is the fastest, and with ``donate=True`` it
+            needs no copy to undo a step that is not applied. It differs from the other kernels in
+            the last place.
 
     Example:
         >>> import torch
@@ -195,9 +194,9 @@ def adam(
     maximize: bool = False,
     fused: bool = False,
 ) -> updates.Optimizer:
-    """``torch.optim.Adam`` as a pair of pure functions.
+    """Return ``torch.optim.Adam`` as a pair of pure functions, ``init`` and ``apply``.
 
-    The rule for step ``t`` from 1, with -grads where ``maximize``, and b1, b2 the ``betas``::
+    The rule for step ``t`` from 1, with b1, b2 = ``betas`` and -grads for grads if ``maximize``::
 
         g = grads + weight_decay * params
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
@@ -205,12 +204,12 @@ def adam(
 
     Args:
         lr: A float, a tensor or a schedule: see ``sgd``.
-        betas: How much of the old moments is kept, each from 0 to less than 1.
-        eps: Added to the root.
-        weight_decay: How much of the parameters is added to the gradient.
+        betas: The decay factors of the two moments, each from 0 to less than 1.
+        eps: The number added to the square root.
+        weight_decay: The factor of the parameters that is added to the gradient.
         amsgrad: Whether to divide by the largest ``v`` so far.
-        maximize: Whether to go up.
-        fused: torch's fused kernel: see ``sgd``.
+        maximize: Whether to step up the gradient instead of down.
+        fused: Whether to use torch's fused kernel: see ``sgd``.
 
     Example:
         >>> import torch
@@ -239,19 +238,19 @@ def adamw(
     maximize: bool = False,
     fused: bool = False,
 ) -> updates.Optimizer:
-    """``torch.optim.AdamW`` as a pair of pure functions.
+    """Return ``torch.optim.AdamW`` as a pair of pure functions, ``init`` and ``apply``.
 
     The rule: ``params = params * (1 - lr * weight_decay)``, then ``adam`` without weight decay.
 
     Args:
         lr: A float, a tensor or a schedule: see ``sgd``.
-        betas: How much of the old moments is kept, each from 0 to less than 1.
-        eps: Added to the root.
-        weight_decay: How much of the parameters decays at a rate of 1. For none on biases and
-            norms see ``partition``.
+        betas: The decay factors of the two moments, each from 0 to less than 1.
+        eps: The number added to the square root.
+        weight_decay: The decay of the parameters per step, as a multiple of ``lr``. To leave out
+            biases and norms see ``partition``.
         amsgrad: Whether to divide by the largest ``v`` so far.
-        maximize: Whether to go up.
-        fused: torch's fused kernel: see ``sgd``.
+        maximize: Whether to step up the gradient instead of down.
+        fused: Whether to use torch's fused kernel: see ``sgd``.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: an optimizer that looks twice."""
+"""Sharpness-aware minimisation: an optimizer that evaluates two gradients per step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ class SAMState(NamedTuple):
     """The state of sharpness-aware minimisation.
 
     Attributes:
-        optimizer: The state of the optimizer that takes the steps.
-        value: The value at the params that the last call was given; NaN before the first.
-        applied: Whether the last call was applied: value and both gradients were finite.
+        optimizer: The state of the inner optimizer.
+        value: The value at the params passed to the last call; NaN before the first call.
+        applied: Whether the last call was applied: the value and both gradients were finite.
     """
 
     optimizer: Any
@@ -30,20 +30,20 @@ class SAMState(NamedTuple):
 
 @records
 def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
-    """Sharpness-aware minimisation: step by the gradient of a point that lies uphill.
+    """Return sharpness-aware minimisation, which steps by the gradient at a point uphill of params.
 
-    The rule, with the norm of all leaves as one vector::
+    The rule, where the norm is over all leaves as one vector::
 
         g, value = func(params)
         g, _ = func(params + rho * g / |g|)     # where g is zero: at params
         params, state = optimizer.apply(g, state, params)
 
-    The gradients and the value are those of the whole batch. Where one is not finite, params and
-    the state of the optimizer come back bit for bit as they were.
+    Gradients and value are those of the whole batch. If the value or a gradient is not finite,
+    params and the state of the optimizer are returned bit for bit unchanged.
 
     Args:
-        optimizer: Any optimizer of gradients: ``sgd``, ``adam``, ``adamw``, a ``chain`` …
-        rho: How far the other point lies from params, a number of at least 0.
+        optimizer: Any gradient-based optimizer: ``sgd``, ``adam``, ``adamw``, a ``chain`` …
+        rho: The distance from params to the uphill point, at least 0.
 
     Example:
         >>> import torch
@@ -60,7 +60,7 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     rho, inner = checks.check_number(rho, "rho"), as_optimizer(optimizer)
 
     def init(params: Tree) -> SAMState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         device = checks.read_params(params)[0][0].device
         value, applied = scalar(torch.nan, torch.float64, device), scalar(False, torch.bool, device)
         return SAMState(inner.init(params), value, applied)
@@ -68,7 +68,7 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     def apply(
         func: Callable[[Tree], Any], state: SAMState, params: Tree, *, donate: bool = False
     ) -> tuple[Tree, SAMState]:
-        """The next params and state; where anything is not finite, the old ones."""
+        """Return the next params and state, or the old ones if anything is not finite."""
         check_function(func, "sam")
         flat = checks.read_params(params)
         checks.check_state(state, SAMState, "sam")

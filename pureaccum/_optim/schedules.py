@@ -1,8 +1,8 @@
 """Learning rates that change with the number of applied steps.
 
-A schedule is any function from that number, a 0-d integer tensor, to a 0-d tensor. Those that are
-made here return float64 and never wait for the device. They go through vmap, torch.compile and
-torch.func, also for gradients with respect to the rates that they are made of.
+A schedule is any function from that number, a 0-d integer tensor, to a 0-d tensor. The schedules
+here return float64 and never synchronise with the device. They work under vmap, torch.compile and
+torch.func, also for gradients with respect to the rates that define them.
 """
 
 import itertools
@@ -45,13 +45,13 @@ def constant(value: float | Tensor) -> Schedule:
 
 @settings.records
 def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0) -> Schedule:
-    """Go from ``start`` at count 0 in a straight line to ``peak`` at ``steps``, and stay there.
+    """Change the rate linearly from ``start`` at count 0 to ``peak`` at ``steps``.
 
     The rule: ``rate(count) = start + (peak - start) * min(count / steps, 1)``.
 
     Args:
         peak: The last rate, a number or a 0-d tensor.
-        steps: After how many applied steps it is reached.
+        steps: The number of applied steps until ``peak``.
         start: The first rate, a number or a 0-d tensor.
 
     Example:
@@ -74,13 +74,13 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
 
 @settings.records
 def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) -> Schedule:
-    """Go from ``peak`` at count 0 along half a cosine to ``end`` at ``steps``, and stay there.
+    """Lower the rate along half a cosine from ``peak`` at count 0 to ``end`` at ``steps``.
 
     The rule: ``rate(count) = end + (peak - end) * (1 + cos(pi * min(count / steps, 1))) / 2``.
 
     Args:
         peak: The first rate, a number or a 0-d tensor.
-        steps: After how many applied steps ``end`` is reached.
+        steps: The number of applied steps until ``end``.
         end: The last rate, a number or a 0-d tensor.
 
     Example:
@@ -103,13 +103,13 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
 
 @settings.records
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """Put schedules one after the other: at each boundary the next begins, at its own count 0.
+    """Run schedules one after another, each from its own count 0 at its boundary.
 
     The rule: ``rate(count) = schedules[i](count - begins[i])``, where ``begins`` is
-    ``[0, *boundaries]`` and ``i`` the last one that has begun.
+    ``[0, *boundaries]`` and ``i`` is the last entry that ``count`` has reached.
 
-    A schedule is asked only for counts of its own share, also where another one is chosen: an inf
-    or NaN outside of its share reaches neither the rate nor its derivatives.
+    Every schedule is evaluated at every step, at a count clamped to its own interval. So an inf or
+    NaN outside that interval reaches neither the rate nor its derivatives.
 
     Args:
         schedules: The schedules, at least one.

@@ -1,8 +1,8 @@
-"""What an optimizer is, and how those of ours take a step, or leave every bit as it was.
+"""The optimizer protocol, and how our optimizers take a step or leave every bit as it was.
 
     init      zeros, and the learning rate if it is a number
-    check     whether the state fits, which its structure alone decides
-    begin     ask the schedule for the learning rate
+    check     whether the state fits, decided by its structure alone
+    begin     get the learning rate from the schedule
     step      the next columns, by torch's kernel or by the formula, as trees again
 
 At eager top level torch's own kernel does the arithmetic, in place on copies, or on a donated state
@@ -28,15 +28,15 @@ Applied = bool | Tensor
 
 
 class Ready(NamedTuple):
-    """A step of an optimizer before it is taken.
+    """A step of an optimizer that is ready to take.
 
     Attributes:
-        sound: Whether the learning rate can be used: a bool if the host knows the rate, and else a
-            0-d bool tensor. The caller decides what a rate that cannot be used means.
-        apply: ``apply(grads, applied, donate, norm)`` takes the step, for gradients leaf by leaf.
-            ``applied`` is a bool, too, where the host knows it; ``norm`` is their global norm where
-            somebody has computed it, else None.
-        rate: The learning rate, a 0-d tensor; a dict of one for each label; ``()`` if unknown.
+        sound: Whether the learning rate is usable: a bool if the host knows the rate, otherwise a
+            0-d bool tensor. The caller decides what to do with an unusable rate.
+        apply: ``apply(grads, applied, donate, norm)`` takes the step, with a list of gradients.
+            ``applied`` is a bool if the host knows it. ``norm`` is their global norm if it has
+            been computed, otherwise None.
+        rate: The learning rate, a 0-d tensor; a dict with one per label; ``()`` if unknown.
     """
 
     sound: bool | Tensor
@@ -55,19 +55,19 @@ def both_sound(a: bool | Tensor, b: bool | Tensor) -> bool | Tensor:
 
 
 class Optimizer(NamedTuple):
-    """An optimizer as pure functions; anything with the first two is one.
+    """An optimizer as pure functions; any object with ``init`` and ``apply`` is one.
 
     Attributes:
-        init: ``init(params)`` gives the first state.
-        apply: ``apply(grads, state, params, applied=None, donate=False)`` gives
-            ``(params, state)``. Where ``applied``, a 0-d bool tensor, is false, both come back bit
-            for bit as they were; with ``donate`` they are given up, and grads too if a gradient map
-            changes them. It computes with whatever learning rate there is: one of NaN gives
-            parameters of NaN, and it is a training step that does not apply such a step.
-        check: ``check(state, params, root)`` raises where a state, named so, does not fit; params
-            are taken apart: leaves and structure. It gives ``begin(state, params)``, for all states
-            and params of this structure, which asks for the learning rate: ``Ready``.
-        in_graphs: Whether it can be compiled; a step that compiles itself then compiles all else.
+        init: ``init(params)`` returns the first state.
+        apply: ``apply(grads, state, params, applied=None, donate=False)`` returns
+            ``(params, state)``. ``applied`` is a 0-d bool tensor. If it is false, both are returned
+            bit for bit unchanged. ``donate=True`` reuses the memory of params and state, and of
+            grads if a gradient map changes them. It does not check the learning rate: a rate of NaN
+            gives NaN parameters, whereas a training step does not apply such a step.
+        check: ``check(state, params, root)`` raises if a state does not fit; ``root`` names it in
+            errors, and ``params`` is a pair of leaves and structure. It returns
+            ``begin(state, params)``, which gets the learning rate and returns a ``Ready``.
+        in_graphs: Whether it can be compiled. If not, a compiled step compiles everything else.
     """
 
     init: Callable[[trees.Tree], Any]

@@ -1,13 +1,14 @@
-"""Random numbers as a function: of a key and a position, and of nothing else.
+"""Random numbers as a function of a key and a position, and of nothing else.
 
-A key is a plain int64 tensor of shape (2,), two 32-bit words; a tensor of shape (..., 2) is that
-many keys. The number at position i of a draw is word ``i % 2`` of block ``i // 2`` of
-Threefry-2x32 with 20 rounds, and one of 53 bits is all of block ``i``. No generator is advanced:
-the bits are the same on every device, compiled or not, under vmap over the keys or in a loop, and
-a longer draw begins with the shorter one. So a key is for one draw; make more keys for more.
+A key is a plain int64 tensor of shape (2,), two 32-bit words. A tensor of shape (..., 2) is a batch
+of keys. The number at position i of a draw is word ``i % 2`` of block ``i // 2`` of Threefry-2x32
+with 20 rounds; a number of 53 bits uses all of block ``i``. No generator is advanced: the bits are
+the same on every device, compiled or not, under vmap over the keys or in a loop, and a longer draw
+begins with the shorter one. So use a key for one draw, and make more keys for more.
 
-A block is made from a key and a counter of 64 bits, whose two highest say what it is for: to
-fold a number in (00), to split the key (01) or to draw (10). One key can therefore do all three.
+A block is made from a key and a 64-bit counter. The two highest bits of the counter state its
+purpose: to fold a number in (00), to split the key (01) or to draw (10). So one key can do all
+three.
 """
 
 import math
@@ -32,20 +33,20 @@ MOST_DRAWN = 2**57  # numbers of one key
 def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
     """Make a key, an int64 tensor of shape (2,), from a seed.
 
-    The rule: the key is the seed, modulo 2**64, in two words of 32 bits, the high one first.
+    The rule: the key is the seed modulo 2**64, in two 32-bit words, the high word first.
 
     Args:
-        seed: An int of 64 bits, signed or not: -1 and 2**64 - 1 are the same seed.
-        device: Where the key lies, and with it all that is drawn from it.
+        seed: A 64-bit int, signed or not: -1 and 2**64 - 1 are the same seed.
+        device: The device of the key, and of everything drawn from it.
 
     Example:
         >>> key(2**32 + 7)
         tensor([1, 7])
 
     References:
-        `jax.random <https://docs.jax.dev/en/latest/jax.random.html>`_, whose keys these are like.
+        `jax.random <https://docs.jax.dev/en/latest/jax.random.html>`_, whose keys these resemble.
         Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
-        <https://doi.org/10.1145/2063384.2063405>`_, 2011, for all that is made of a key.
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011, for the numbers made from a key.
     """
     seed = checks.check_int(seed, "seed", "an int from -2**63 to 2**64 - 1", -(2**63), 2**64 - 1)
     words = (seed >> 32) % 2**32, seed % 2**32
@@ -54,14 +55,14 @@ def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
 
 
 def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
-    """Make a new key from a key and a number: a step's, a layer's, a row's.
+    """Make a new key from a key and a number, such as a step, a layer or a sample.
 
-    The rule: block ``n`` of Threefry-2x32 under the key, of the counters that are for folding.
+    The rule: block ``n`` of Threefry-2x32 under the key, of the counters for folding.
 
     Args:
         key: A key, or keys of shape (..., 2).
-        n: An int in [0, 2**62), or a tensor of integers, taken modulo 2**62 and broadcast against
-            the leading dims of ``key``: a key for each.
+        n: An int in [0, 2**62). Or a tensor of integers, taken modulo 2**62 and broadcast against
+            the leading dims of ``key``, for one new key each.
 
     Example:
         >>> rows = fold_in(key(0), torch.arange(3))
@@ -88,7 +89,7 @@ def split_key(key: Tensor, n: int = 2) -> Tensor:
 
     Args:
         key: A key, or keys of shape (..., 2), which give keys of shape (..., n, 2).
-        n: How many; the first ones do not depend on it.
+        n: The number of new keys. The first keys do not depend on it.
 
     Example:
         >>> for_weights, for_masks = split_key(key(0))
@@ -106,12 +107,12 @@ def split_key(key: Tensor, n: int = 2) -> Tensor:
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw from the uniform distribution over [0, 1).
 
-    The rule: ``k * 2**-bits`` for that many random bits k: 53 in float64, 24 in float32, 11 in
-    float16 and 8 in bfloat16. The numbers are exact, equally likely, and never 1.
+    The rule: ``k * 2**-bits`` for an integer k of that many random bits: 53 in float64, 24 in
+    float32, 11 in float16 and 8 in bfloat16. The numbers are exact, equally likely, and never 1.
 
     Args:
-        key: A key, or keys of shape (..., 2) that each draw their own numbers.
-        shape: What one key draws; the result has shape (..., *shape).
+        key: A key, or keys of shape (..., 2), each for its own draw.
+        shape: The shape of one key's draw; the result has shape (..., *shape).
         dtype: float64, float32, float16 or bfloat16.
 
     Example:
@@ -128,18 +129,18 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Draw from the normal distribution of mean 0 and variance 1.
+    """Draw from the normal distribution with mean 0 and variance 1.
 
-    The rule, in float64 for 53 random bits k, and rounded to ``dtype``::
+    The rule, in float64 for 53 random bits k, then rounded to ``dtype``::
 
         sqrt(2) * erfinv(2 * u - 1)        u = (k + 0.5) * 2**-53, so never infinite
 
-    Devices and compilers differ in the last places of erfinv: so does float64, and a narrower dtype
-    where they decide a rounding.
+    Devices and compilers differ in the last places of erfinv. So does float64, and so does a
+    narrower dtype if those places decide a rounding.
 
     Args:
-        key: A key, or keys of shape (..., 2) that each draw their own numbers.
-        shape: What one key draws; the result has shape (..., *shape).
+        key: A key, or keys of shape (..., 2), each for its own draw.
+        shape: The shape of one key's draw; the result has shape (..., *shape).
         dtype: float64, float32, float16 or bfloat16.
 
     Example:
@@ -163,10 +164,10 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
         where(u >= p, x / (1 - p), 0)  # selected: a dropped inf or NaN is zero
 
     Args:
-        x: A floating-point or complex tensor, in which the result is differentiable.
+        x: A floating-point or complex tensor; the result is differentiable in it.
         p: A Python number in [0, 1]. At 0 the result is ``x`` itself.
-        key: One key for all of ``x``, or keys of shape (..., 2) for its leading dims, (...): a
-            row's mask then depends on the row's key alone, however the batch is cut.
+        key: One key for all of ``x``. Or keys of shape (..., 2) for its leading dims (...): a
+            sample's mask then depends on its key alone, however the batch is cut.
 
     Example:
         >>> rows, x = fold_in(key(0), torch.arange(4)), torch.ones(4, 3)

@@ -1,8 +1,8 @@
 """A chunk of samples whose gradients come from their layers, in one backward pass.
 
-What is only multiplied and summed need not be written out: see ``layers`` and ``outer_products``.
-It is the shorter way to the numbers that ``chunks`` has, up to rounding. Where it does not lead,
-the chunk is computed anew, by the way that takes everything, and has the words for what is wrong.
+Gradients that are only multiplied and summed need not be materialised: see ``layers`` and
+``outer_products``. This is the shorter way to the numbers of ``chunks``, up to rounding. If it does
+not apply, ``chunks`` computes the chunk again: it handles every loss and raises the errors.
 """
 
 from functools import partial

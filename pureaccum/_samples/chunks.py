@@ -1,11 +1,11 @@
-"""The gradient of each sample by itself, a chunk of samples at a time.
+"""The gradient of each sample, a chunk of samples at a time.
 
     for chunk in microbatches(batch, chunk_size):
         yield vmap(gradient of one sample)(chunk)
 
-What a sample adds to the sum of its batch is the gradient of its loss, or of its total where the
-loss is ``Weighted``. A loss of several numbers has a gradient for each of them: its Jacobian. All
-that comes out has the samples along dim 0, and before a parameter's dims those of the loss.
+A sample's gradient is its term in the sum over the batch: the gradient of its loss, or of its total
+if the loss is ``Weighted``. If the loss returns several numbers, it is their Jacobian. Results have
+samples along dim 0, then the dims of the loss, then those of the parameter.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""The inner part of DP-SGD: no sample adds more than a given norm, and noise is added to the sum.
+"""The core of DP-SGD: bound the norm that each sample adds, and add noise to the sum.
 
-Neither function accounts for privacy. What a run has spent follows from the sampling rate, ``std /
-max_norm`` and the number of steps: ``opacus.accountants`` works it out.
+Neither function does privacy accounting. The privacy spent follows from the sampling rate,
+``std / max_norm`` and the number of steps; ``opacus.accountants`` computes it.
 """
 
 from collections.abc import Callable
@@ -33,38 +33,37 @@ def clipped_sum(  # noqa: D417
     engine: chunks.SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
 ) -> Callable[P, Any]:
-    """Sum the gradients of samples, each scaled down to a norm of at most ``max_norm``.
+    """Sum per-sample gradients, each scaled down to a norm of at most ``max_norm``.
 
-    The rule, with norms over all leaves as one vector::
+    The rule, where the norm is over all leaves as one vector::
 
         Σ over samples of gradient * min(1, max_norm / (|gradient| + 1e-6))
 
-    Where ``max_norm`` is a tree, each part of params goes by that rule with a norm of its own. A
-    sample whose norm is not finite adds exactly nothing to any part; its norm stays as it is, so
-    that ``(~norms.isfinite()).sum()`` says how many were left out. A batch without samples, which
-    Poisson sampling draws now and then, has sums of zero. Privacy accounting is not done here: see
-    ``opacus.accountants``.
+    If ``max_norm`` is a tree, each part of params follows that rule with its own norm. A sample
+    whose norm is not finite adds exactly nothing to any part. Its norm is returned as it is, so
+    ``(~norms.isfinite()).sum()`` counts such samples. An empty batch, which Poisson sampling draws
+    now and then, gives sums of zero. For privacy accounting see ``opacus.accountants``.
 
-    A sample may be several rows, such as those of one user: give the batch one dim more, by
-    ``x.unflatten(0, (-1, k))``, and a loss of k rows.
+    A sample may consist of several rows, such as all the data of one user. Give the batch one more
+    dim with ``x.unflatten(0, (-1, k))``, and write the loss for k rows.
 
-    Outside of transforms, ``engine="vmap"`` computes norms and sums of linear layers and embeddings
-    from their inputs and the gradients of their outputs: ghost norms, in one backward pass and the
-    memory of activations. If a large parameter is used in another way, per-sample gradients are
-    written out, as under transforms; finding that out calls the loss once more, with the same
-    random numbers.
+    Outside transforms, ``engine="vmap"`` computes norms and sums for linear layers and embeddings
+    from their inputs and output gradients (ghost norms): one backward pass, in the memory of
+    activations. If a large parameter is used in another way, per-sample gradients are materialised,
+    as they are under transforms. Detecting this calls the loss once more, with the same random
+    numbers.
 
     Args:
         func, argnums, has_aux, batch_argnums, chunk_size, keep_batch_dim, randomness, engine,
             dtype: As for ``per_sample_grad``; ``func`` is the loss of one sample.
-        max_norm: The largest norm that a sample adds, above zero; or a tree of such numbers that is
-            a prefix of params, ``{"embed": 1.0, "blocks": 0.5}``. Then a sample adds at most the
-            square root of ``Σ max_norm²``.
+        max_norm: The largest norm that a sample adds, above zero. Or a tree of such numbers that is
+            a prefix of params, ``{"embed": 1.0, "blocks": 0.5}``; a sample then adds a norm of at
+            most ``sqrt(Σ max_norm²)``.
 
     Returns:
-        A function of ``func``'s arguments giving ``(sums, norms)``, or ``(sums, (aux, norms))``:
-        sums in float32 at least, and the norm of each sample's gradient before it was clipped, or a
-        tree of such norms like ``max_norm``.
+        A function of ``func``'s arguments that returns ``(sums, norms)``, or
+        ``(sums, (aux, norms))``. Sums are float32 or wider. ``norms`` has the norm of each sample's
+        gradient before clipping, of shape (samples,), or is a tree of these like ``max_norm``.
 
     Example:
         >>> summed = clipped_sum(lambda w, x: w * x, 2.0, chunk_size=2)
@@ -112,18 +111,18 @@ def _read_max_norm(max_norm: trees.Tree) -> Any:
 
 
 def add_noise(tree: trees.Tree, std: float | Tensor, key: Tensor) -> trees.Tree:
-    """Add normal noise, independent for every number of a tree.
+    """Add independent normal noise to every number in a tree.
 
-    The rule, with the number ``i`` of a leaf and draws in float32 at least::
+    The rule, for leaf ``i`` of the tree, drawn in float32 or wider::
 
         leaf + std * normal(fold_in(key, i), leaf.shape)
 
-    It is for research: its generator does not withstand an attacker, nor the noise an attack on
-    floating-point rounding.
+    Use it for research only. Its generator does not withstand an attacker, and its noise does not
+    withstand attacks on floating-point rounding.
 
     Args:
-        tree: Sums, such as those of ``clipped_sum``; a complex number gets noise in both parts.
-        std: The standard deviation: for DP-SGD the noise multiplier times ``max_norm``.
+        tree: Sums, such as those of ``clipped_sum``. Complex numbers get noise in both parts.
+        std: The standard deviation; for DP-SGD the noise multiplier times ``max_norm``.
         key: A key for this draw alone: ``fold_in(key, step)``.
 
     Example:

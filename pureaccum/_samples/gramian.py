@@ -1,11 +1,11 @@
-"""Inner products of the gradients of samples, without these gradients.
+"""Inner products of per-sample gradients, without materialising the gradients.
 
     for a in blocks of samples:
         for b in blocks of the others:
             K[a, b] = Σ over leaves of <gradients of a, gradients of b>
 
-What is kept of a block is what its layers saw, see ``layers``: an outer product is not written out,
-since <a ⊗ d, a' ⊗ d'> = <a, a'> <d, d'>.
+For each block only what its layers saw is stored, see ``layers``. Outer products are never written
+out, because <a ⊗ d, a' ⊗ d'> = <a, a'> <d, d'>.
 """
 
 from collections.abc import Callable
@@ -32,39 +32,39 @@ def gramian(
     keep_batch_dim: bool = False,
     engine: chunks.SampleEngine = "vmap",
 ) -> Callable[P, Tensor]:
-    """The inner products of the gradients of samples: their empirical neural tangent kernel.
+    """Compute the inner products of per-sample gradients, the empirical neural tangent kernel.
 
-    The rule, for gradients that are the rows of J, over all leaves as one vector::
+    The rule, where the rows of J are the gradients of samples, over all leaves as one vector::
 
         J(batch) @ J(other).T
 
-    Of a function that returns several numbers each of them has a gradient. Sums are float32 at
-    least. No gradient is written out that is an outer product, as by linear layers and embeddings:
-    the products of two of them are those of what the layers are given, times those of cotangents. A
-    function that does with its parameters what cannot be followed has the gradients of a block of
-    samples written out, as under transforms and by ``engine="autograd"``; the matrix is the same up
-    to rounding, and finding out calls the function once more. Torch.func's transforms differentiate
-    through it, and so does ``.backward()``.
+    If the function returns several numbers, each of them has a gradient. Sums are float32 or wider.
+    For linear layers and embeddings gradients are not materialised: the product of two outer
+    products follows from the layer inputs and the cotangents. If a parameter is used in another way
+    that cannot be followed, the gradients of a block of samples are materialised, as they are under
+    transforms and by ``engine="autograd"``. The matrix is the same up to rounding, and detecting
+    this calls the function once more. torch.func's transforms and ``.backward()`` differentiate
+    through it.
 
     Args:
-        func: The loss of one sample, as for ``per_sample_grad``, or what a network gives for it: a
-            number, ``Weighted``, or a tensor of several numbers. Random numbers come from keys that
-            are in the batch, if any, so that a sample has one gradient.
+        func: The loss of one sample, as for ``per_sample_grad``, or a network's output for it: a
+            number, ``Weighted``, or a tensor of several numbers. If it draws random numbers, draw
+            them from keys in the batch, so that each sample has one gradient.
         argnums: Which positional arguments to differentiate with respect to.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along dim 0.
-        chunk_size: How many samples of either batch go through at a time; None takes all of them.
-            Then nothing is kept but the matrix and what layers saw of two such blocks, and a block
-            of the other batch is computed again for each one of this batch.
-        keep_batch_dim: Hand each sample to ``func`` as a batch of one row.
+        chunk_size: The number of samples of either batch to process at a time; None takes all. With
+            a size, only the matrix and the layer inputs and cotangents of two blocks are in memory,
+            and each block of the other batch is recomputed for every block of this batch.
+        keep_batch_dim: Whether ``func`` receives each sample as a batch of one, with its dim 0.
         engine: As for ``per_sample_grad``.
 
     Returns:
-        A function of ``func``'s arguments, and of ``other=``: a second batch, or a tuple of such
-        where ``batch_argnums`` is one, in its order. It gives the products of each sample of the
-        batch with each one of the other, and without ``other`` with each one of its own: a tensor
-        of shape (samples, samples of other); where ``func`` gives k numbers, (samples, samples of
-        other, k, k); and so for any shapes.
+        A function of ``func``'s arguments and of ``other=``, a second batch (a tuple of batches, in
+        order, if ``batch_argnums`` is a tuple). It returns the products of each sample of the batch
+        with each sample of ``other``, or of the batch itself without ``other``: a tensor of shape
+        (samples, samples of other). If ``func`` returns k numbers, the shape is (samples, samples
+        of other, k, k), and likewise for outputs of any shape.
 
     Example:
         >>> x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])

@@ -1,15 +1,15 @@
-"""What is done with a leaf in a layer, and how the gradients of samples come of what it sees.
+"""How each layer handles a leaf, and how per-sample gradients follow from what the layer sees.
 
-    x @ leaf, F.linear, F.embedding      outer products of what is given and the cotangent
+    x @ leaf, F.linear, F.embedding      outer products of the layer's input and the cotangent
     F.conv1d, conv2d, conv3d             the gradients themselves, by torch's grouped kernels
     leaf.T                               a stand-in for the same leaf, transposed
-    F.scaled_dot_product_attention       of all samples at once: under a vmap it takes nothing to
-                                         require grad, and some kernels keep nothing for that
-    F.cross_entropy                      of all samples at once: under a vmap it is many operations
+    F.scaled_dot_product_attention       for all samples at once: under vmap it sees no tensor that
+                                         requires grad, and some kernels then save nothing
+    F.cross_entropy                      for all samples at once: under vmap it is many operations
     anything else                        None, and each sample gets a copy of the leaf
 
-A layer is a Function below the vmap. It gives what torch's own gives, and hands what it sees to
-``back`` when the backward pass comes by; the weight itself is not recorded.
+A layer is a Function below the vmap. It returns what torch's own layer returns, and passes what it
+sees to ``back`` during the backward pass. The weight itself is not recorded.
 """
 
 from collections.abc import Callable

@@ -1,18 +1,18 @@
-"""What layers see of the samples of a chunk: what they are given, and cotangents of their outputs.
+"""What layers see of a chunk of samples: their inputs, and the cotangents of their outputs.
 
     def one(*tensors):                    # for a vmap over samples
         with layers:
             return loss(layers.given, *tensors)
 
-    layers.pull(vmap(one)(*rows), see)    # see(i, the gradients of leaf i), as the pass comes by
+    layers.pull(vmap(one)(*rows), see)    # see(i, gradients of leaf i), during the backward pass
 
-It is one forward pass and one backward pass of plain autograd, below the vmap. A matrix that is
-multiplied by what a sample has, or whose rows a sample looks up, is not recorded: its gradients are
-the outer products of what comes by. For any other use each sample has a copy of the leaf, and the
-gradient of the copy is its own; for that, leaves are small: norms, biases, positions.
+It is one forward pass and one backward pass of plain autograd, below the vmap. A matrix that
+multiplies a sample's data, or a table in which a sample looks up rows, is not recorded: its
+gradients are outer products of what the layer sees. For any other use each sample gets a copy of
+the leaf, whose gradient is the sample's own. Such leaves are small: norms, biases, positions.
 
-A use of a leaf that no torch function shows, such as a transform of the leaf itself or a custom
-Function, is recorded as one of what stands in for it, which else has no gradient. So it is found.
+A use that no torch function shows, such as a transform of the leaf itself or a custom Function, is
+recorded as a use of its stand-in, which otherwise has no gradient. That is how it is detected.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,11 +1,11 @@
-"""How much gradients scatter, from norms that are at hand anyway.
+"""How much gradients scatter, from norms that have been computed anyway.
 
-Let s be what a microbatch adds to the sum S, w its weight, and W the sum of the K weights; let G be
+Let s be a microbatch's term in the sum S, w its weight, and W the sum of the K weights. Let G be
 the true gradient, and tr(Σ) the variance of the gradient of one sample. Then, for any weights,
 
     E sum |s|²/w = W |G|² + K tr(Σ)         E |S|²/W = W |G|² + tr(Σ)
 
-so that ``noise`` and ``signal`` of ``noise_scale`` are unbiased estimates of tr(Σ) and of |G|².
+so ``noise`` and ``signal`` of ``noise_scale`` are unbiased estimates of tr(Σ) and of |G|².
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ from . import reducers
 
 @states.loadable
 class NoiseScale(NamedTuple):
-    """How much gradients scatter; 0-d float64 tensors.
+    """How much gradients scatter, as 0-d float64 tensors.
 
     Attributes:
-        scale: ``noise / signal``, the simple noise scale, an estimate of the critical batch size,
-            in samples or in what ``Weighted`` counts; inf where no signal is seen.
-        signal: The squared norm of the true gradient, without the noise in it; may be negative.
+        scale: ``noise / signal``, the simple noise scale, an estimate of the critical batch size.
+            Its unit is samples, or whatever ``Weighted`` counts. Inf if no signal is detected.
+        signal: An estimate of the squared norm of the true gradient; may be negative.
         noise: The variance of the gradient of one sample: the trace of its covariance.
         snr: The signal-to-noise ratio of a batch of this size, ``signal / (noise / weight)``.
-        cosine: That of the gradients of two microbatches: mean inner product by mean square.
-        low: With ``high``, a 95 % confidence interval of ``scale`` by ``running_noise_scale``; 0
-            and inf for one batch.
-        high: The upper end of that interval.
+        cosine: The expected inner product of two microbatch gradients over their mean squared norm.
+        low: The lower end of the 95 % confidence interval of ``scale`` by ``running_noise_scale``;
+            0 for a single batch.
+        high: The upper end of that interval; inf for a single batch.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ class NoiseScale(NamedTuple):
 
 @states.loadable
 class BatchNoise(NamedTuple):
-    """What one batch says; a vector begins with all leaves together, and goes on leaf by leaf."""
+    """The estimates of one batch; a vector has all leaves together first, then each leaf."""
 
     signal: Tensor
     noise: Tensor
@@ -66,8 +66,8 @@ class BatchNoise(NamedTuple):
 class NoiseAverages(NamedTuple):
     """Moving averages of ``signal`` and ``noise``, their products and squares, not yet corrected.
 
-    ``share`` is the same average of ones, by which all are divided when they are read; ``squares``
-    is the sum of the squared shares of single batches, which tells how many are averaged.
+    ``share`` is the same average of ones; reading divides all others by it. ``squares`` is the sum
+    of the squared shares of single batches, which gives the effective number of batches.
     """
 
     signal: Tensor
@@ -82,13 +82,14 @@ class NoiseAverages(NamedTuple):
 
 
 class RunningNoiseScale(NamedTuple):
-    """The three functions that ``running_noise_scale`` makes.
+    """The three functions of a running noise scale.
 
     Attributes:
-        init: ``init(params)`` gives averages of nothing.
-        update: ``update(averages, seen)`` gives averages with one more batch; ``seen`` is what
-            ``noise_scale`` takes.
-        read: ``read(averages, like=None)`` gives what ``noise_scale`` gives, with an interval.
+        init: ``init(params)`` returns averages over no batches.
+        update: ``update(averages, seen)`` returns averages over one more batch; ``seen`` is
+            anything that ``noise_scale`` takes.
+        read: ``read(averages, like=None)`` returns a ``NoiseScale`` with a confidence interval.
+            ``like`` is as for ``noise_scale``.
     """
 
     init: Callable[[trees.Tree], NoiseAverages]
@@ -99,21 +100,21 @@ class RunningNoiseScale(NamedTuple):
 
 
 def noise_scale(seen: Any, like: trees.Tree = None) -> Any:
-    """The gradient noise scale of one batch.
+    """Estimate the gradient noise scale from one batch.
 
-    The rule, for K microbatches that add s of weight w to the sums S and W::
+    The rule, for K microbatches with gradient sum s and weight w each, and totals S and W::
 
         noise  = (Σ |s|²/w - |S|²/W) / (K - 1)    # the variance of one sample's gradient
         signal = (|S|²/W - noise) / W             # the squared norm of the true gradient
         scale  = noise / signal
 
-    ``noise`` and ``signal`` are unbiased. Batches larger than ``scale`` gain little. One microbatch
-    alone says nothing: NaN.
+    ``noise`` and ``signal`` are unbiased. Batches larger than ``scale`` gain little. A single
+    microbatch gives NaN.
 
     Args:
         seen: An ``AccumState`` of an accumulator with ``squares=True`` (of microbatches, or of
             samples), the ``Moments`` of samples, or the ``noise`` of a ``StepInfo``.
-        like: Params: then the result is a dict with the ``NoiseScale`` of each leaf, by its path.
+        like: Params, for a dict from path to the ``NoiseScale`` of each leaf instead.
 
     Example:
         >>> from pureaccum import accumulator
@@ -135,19 +136,19 @@ def noise_scale(seen: Any, like: trees.Tree = None) -> Any:
 
 @records
 def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
-    """The gradient noise scale over many batches, with a confidence interval.
+    """Estimate the gradient noise scale over many batches, with a confidence interval.
 
-    The rule, corrected for having begun at zero::
+    The rule, corrected for starting at zero::
 
-        average = decay * average + (1 - decay) * of this batch    # of signal and of noise, apart
+        average = decay * average + (1 - decay) * of this batch    # separately for signal and noise
         scale   = average of noise / average of signal             # no mean of ratios
 
-    The interval is Fieller's, from how much the batches differ; it is for some ten batches and
-    more, while the gradient changes little. A batch that is not finite, or a single microbatch, is
-    left out.
+    The interval is Fieller's, from the differences between batches. It needs about ten batches or
+    more, and a gradient that changes slowly. A batch that is not finite, or that has a single
+    microbatch, is left out.
 
     Args:
-        decay: What an average keeps of itself with every batch, in [0, 1).
+        decay: The weight of the old average in each update, in [0, 1).
 
     Example:
         >>> from pureaccum import per_sample_grad
@@ -170,14 +171,14 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
     )
 
     def init(params: trees.Tree) -> NoiseAverages:
-        """Averages of nothing."""
+        """Return averages over no batches."""
         leaves, _ = checks.read_params(params)
         vector = torch.zeros(len(leaves) + 1, dtype=torch.float64, device=leaves[0].device)
         like = _averages_of(BatchNoise(vector, vector, vector[0], vector[0]))
         return trees.tree_map(torch.zeros_like, like)
 
     def update(averages: NoiseAverages, seen: Any) -> NoiseAverages:
-        """The averages with one batch more, if that says anything."""
+        """Return the averages with one more batch, unless its estimates are not finite."""
         checks.check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         batch = read_noise(seen)
         signal, noise = batch.signal, batch.noise
@@ -194,7 +195,7 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         return trees.where(ok, later._replace(squares=squares), averages)
 
     def read(averages: NoiseAverages, like: trees.Tree = None) -> Any:
-        """What the averages say, with a confidence interval."""
+        """Return the noise scale of the averages, with a confidence interval."""
         checks.check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         mean = trees.tree_map(lambda x: x / averages.share, averages)
         mean = mean._replace(share=averages.share, squares=averages.squares)

@@ -1,10 +1,10 @@
-"""The gradients of samples by a matrix, as sums of outer products that nobody writes out.
+"""Per-sample gradients of a matrix, as sums of outer products that are never written out.
 
     gradient[r] = Σ over t of left[r, t] ⊗ right[r, t]
 
-One of the two is what a layer was given, the other one the cotangent of what it gave; t counts the
-times that a sample goes through it, such as the positions of a text. Norms and sums over samples
-come from these directly, in the memory of activations.
+One factor is the layer's input, the other the cotangent of its output. t counts the layer's calls
+for one sample, such as the positions of a text. Norms and sums over samples come directly from the
+factors, in the memory of activations.
 """
 
 import math

@@ -1,11 +1,11 @@
-"""Gradients of single samples, reduced as they come.
+"""Gradients of single samples, reduced chunk by chunk.
 
     for chunk in chunks of the batch:
         state += reduce(transform(vmap(gradient)(chunk)))
 
-``vmap`` with a ``chunk_size`` concatenates, and so holds (batch, parameters) numbers however small
-the chunk. Here one chunk is held, and the state, which is the accumulator's monoid: each sample is
-a microbatch of its own.
+``vmap`` with a ``chunk_size`` concatenates, so it holds (batch, parameters) numbers however small
+the chunk. Here only one chunk and the state are in memory. The state is the accumulator's monoid,
+with each sample as a microbatch.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,49 +41,49 @@ def per_sample_grad(
     engine: chunks.SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
 ) -> Callable[P, Any]:
-    """``torch.func.vmap(torch.func.grad(func))``, whose chunks are reduced as they come.
+    """Compute ``torch.func.vmap(torch.func.grad(func))`` in chunks, and reduce each chunk at once.
 
     The rule::
 
         for chunk in chunks of the batch:
             state += reduce(transform(vmap(gradient)(chunk)))
 
-    As it stands it is ``vmap(grad)``, with ``in_dims`` 0 for the batches and None for the rest. Of
-    a function that returns several numbers it is ``vmap(jacrev)``: a sample's gradient is its
-    Jacobian, in which the dims of the output come before those of a parameter, and a chunk takes
-    one pass forwards and one vmapped pass back. With ``reduce``, no more than ``chunk_size``
-    gradients exist at a time. Torch.func's transforms differentiate through it, and so does
-    ``.backward()``. A sample's gradient is what it adds to the sum over its batch: that of its
-    loss, or of the total of ``Weighted``. So a mean is the gradient of the full batch.
+    By default it is ``vmap(grad)``, with ``in_dims`` 0 for the batches and None for the rest. If
+    ``func`` returns several numbers, it is ``vmap(jacrev)``: a sample's gradient is its Jacobian,
+    with the dims of the output before those of the parameter, and a chunk takes one forward pass
+    and one vmapped backward pass. With ``reduce``, at most ``chunk_size`` gradients exist at a
+    time. torch.func's transforms and ``.backward()`` differentiate through it. A sample's gradient
+    is its term in the sum over the batch: that of its loss, or of the total of ``Weighted``. So
+    their mean is the full-batch gradient.
 
     Args:
-        func: The loss of one sample, which is given the batch's tensors without their dim 0: a
-            number, ``Weighted``, or a tensor of several numbers. With ``has_aux`` it returns that
-            and a tree of tensors.
+        func: The loss of one sample. It receives the batch's tensors without their dim 0, and
+            returns a number, ``Weighted``, or a tensor of several numbers. With ``has_aux`` it
+            returns ``(loss, aux)``, with a tree of tensors as aux.
         argnums: Which positional arguments to differentiate with respect to.
         has_aux: Whether the loss returns ``(loss, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along dim 0.
-        chunk_size: How many samples go through at a time; None takes all of them.
-        transform: What becomes of each gradient before it is reduced: ``"normalize"``, ``"sign"``,
-            ``clip_by_global_norm(...)``, or a function of one gradient to any tree of tensors,
+        chunk_size: The number of samples to process at a time; None takes all.
+        transform: How to change each gradient before it is reduced: ``"normalize"``, ``"sign"``,
+            ``clip_by_global_norm(...)``, or a function from one gradient to any tree of tensors,
             such as a projection.
-        reduce: ``"concat"`` keeps all; ``"sum"``; ``"mean"``, by weight where that is
+        reduce: ``"concat"`` returns all gradients; ``"sum"``; ``"mean"``, weighted if the loss is
             ``Weighted``; ``"moments"``: see ``Moments``; or a ``Reducer`` of gradients.
-        metrics: ``metrics(grad, value)`` of each sample, before the transform, gives a tree of
-            tensors; ``"norm"`` is the norm of its gradient, over everything in it.
-        keep_batch_dim: Hand each sample to ``func`` as a batch of one sample, so that the loss of a
-            batch can be used as it is.
+        metrics: ``metrics(grad, value)`` returns a tree of tensors for each sample, computed before
+            the transform. ``"norm"`` is the norm of the gradient over all leaves.
+        keep_batch_dim: Whether ``func`` receives each sample as a batch of one, with its dim 0, so
+            that you can use the loss of a batch as it is.
         randomness: As for ``torch.func.vmap``.
         engine: ``"vmap"``, or ``"autograd"``, which takes the samples of a chunk one by one, and
             the outputs of each, and runs what vmap or torch.func refuses.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
 
     Returns:
-        A function of ``func``'s arguments giving the gradients, reduced; sums stay in float32 at
-        least. With aux or metrics it gives a pair, ``(grads, aux)`` or ``(grads, metrics)``, with
-        both ``(grads, (aux, metrics))``: these have one row per sample, whatever ``reduce`` is.
-        For a batch without samples ``func`` is not called, and is taken for one of a single number.
+        A function of ``func``'s arguments that returns the reduced gradients; sums stay in float32
+        or wider. With aux or metrics it returns ``(grads, aux)`` or ``(grads, metrics)``, with both
+        ``(grads, (aux, metrics))``. Aux and metrics have one row per sample, whatever ``reduce``
+        is. For an empty batch ``func`` is not called, and one number per sample is assumed.
 
     Example:
         >>> loss, value = lambda w, x: (w * x) ** 2, lambda grad, value: value
@@ -162,22 +162,24 @@ def per_sample_accumulator(  # noqa: D417
     dtype: torch.dtype | None = None,
     squares: bool = False,
 ) -> accumulator.Accumulator:
-    """``per_sample_grad`` for a stream: an ``accumulator`` whose microbatches are single samples.
+    """Make an accumulator of per-sample gradients, for a stream of batches.
 
     The rule: its state is an ``AccumState`` that counts each sample as a microbatch, and whose
-    ``grads`` is what ``reduce`` keeps. So states merge over chunks, microbatches and ranks.
+    ``grads`` is the state of ``reduce``. So states merge over chunks, microbatches and ranks.
 
     Args:
         func, has_aux, batch_argnums, chunk_size, transform, metrics, keep_batch_dim, randomness,
-            engine, dtype: As for ``per_sample_grad``; the first argument of ``func`` is params,
-            and it returns one number, for the state is made before it is called.
-        reduce: As for ``per_sample_grad``; ``"concat"`` is no state.
-        squares: Also sum the squared norms of the samples' gradients, for ``noise_scale``.
+            engine, dtype: As for ``per_sample_grad``. The first argument of ``func`` is params, and
+            it returns one number, because the state is made before ``func`` is called.
+        reduce: As for ``per_sample_grad``, without ``"concat"``.
+        squares: Whether to sum the squared norms of the samples' gradients too, for
+            ``noise_scale``.
 
     Returns:
         As for ``accumulator``: ``init(params)``; ``update(state, params, *args, donate=False)``,
-        which gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` if there
-        are any; ``merge(a, b)`` and ``finalize(state) -> (what reduce gives, value)``.
+        which returns the state, or ``(state, aux)``, ``(state, metrics)`` or
+        ``(state, (aux, metrics))`` if there are any; ``merge(a, b)``; and
+        ``finalize(state) -> (reduced gradients, value)``.
 
     Example:
         >>> acc = per_sample_accumulator(lambda w, x: (w * x) ** 2, transform="sign", reduce="sum")
@@ -199,7 +201,7 @@ def per_sample_accumulator(  # noqa: D417
     batches, known = checks.check_argnums(batch_argnums, "batch_argnums"), writes.known_of(func)
 
     def init(params: trees.Tree) -> AccumState:
-        """The state of no samples."""
+        """Return the state of no samples."""
         leaves, _ = checks.read_params(params)
         taker = "per_sample_grad is what takes them, with reduce=..."
         dtensors.refuse_sharded(leaves, "params", taker)
@@ -209,7 +211,7 @@ def per_sample_accumulator(  # noqa: D417
             return ledger.empty(reducer.init(like, at_least), leaves[0].device, count)
 
     def update(state: AccumState, params: trees.Tree, *args: Any, donate: bool = False) -> Any:
-        """The state with the samples of one more batch, and aux and metrics if there are any."""
+        """Return the state with one more batch, and aux and metrics if there are any."""
         ledger.check_squares(ledger.read_state(state), squares)
         call, given = lambda params, *args: func(params, *args[1:]), (params, *args)
         seen, beside = chunks.sampled(call, params, given, (0,), batches, how, known)
@@ -219,14 +221,14 @@ def per_sample_accumulator(  # noqa: D417
         return chunks.with_beside(_handed_over(state, new) if in_place else new, beside, how)
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
-        """One state of two, in any order and grouping."""
+        """Merge two states into one, in any order and grouping."""
         for state in (a, b):
             ledger.check_squares(ledger.read_state(state), squares)
         grads = reducer.merge(a.grads, b.grads)
         return trees.add(a._replace(grads=()), b._replace(grads=()))._replace(grads=grads)
 
     def finalize(state: AccumState) -> tuple[Any, Tensor]:
-        """What ``reduce`` makes of the gradients, and the value."""
+        """Return the reduced gradients and the value."""
         value = losses.mean_value(ledger.read_state(state).total, losses.divisor(state.weight))
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value

@@ -1,12 +1,12 @@
-"""What the gradients of samples are reduced to, a chunk at a time.
+"""How per-sample gradients are reduced, a chunk at a time.
 
     state = init(one gradient)
     state = add(state, chunk)
     state = merge(state, another)
     result = finalize(state, weight)
 
-Sums are float32 at least, and all that is kept of a chunk. A sample without weight adds exactly
-nothing, even where its gradient is NaN.
+Sums are float32 or wider, and nothing else of a chunk is stored. A sample without weight adds
+exactly nothing, even if its gradient is NaN.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,17 +26,17 @@ from . import chunks, outer_products, scaling
 
 @states.loadable
 class Moments(NamedTuple):
-    """The first two moments of the samples' gradients.
+    """The first two moments of per-sample gradients.
 
-    The rule, for gradients g of weight w (1, or what ``Weighted`` says)::
+    The rule, for gradients g of weight w (1, or the weight of ``Weighted``)::
 
         mean, second = Σ w g / Σ w, Σ w |g|² / Σ w
 
     Attributes:
-        mean: A tree like params: the gradient of the full batch, float32 at least.
-        second: The mean of |gradient|², number by number; real.
-        weight: How many samples there were, or their summed weight where they say ``Weighted``.
-        samples: How many had any weight.
+        mean: The full-batch gradient, a tree like params, float32 or wider.
+        second: The elementwise mean of |gradient|², a real tree like params.
+        weight: The number of samples, or the sum of their weights if the loss is ``Weighted``.
+        samples: The number of samples with a non-zero weight.
 
     Example:
         >>> import torch
@@ -52,7 +52,7 @@ class Moments(NamedTuple):
     samples: Tensor
 
     def variance(self) -> trees.Tree:
-        """The variance of one sample's gradient, number by number; unbiased, NaN of one sample."""
+        """Return the unbiased elementwise variance of a sample's gradient, NaN for one sample."""
         if self.weight.dim() != 0:
             raise ValueError(
                 "the Moments are stacked; torch.func.vmap(Moments.variance)(...) does."

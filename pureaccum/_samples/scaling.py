@@ -1,9 +1,9 @@
-"""What a sample's gradient is multiplied by: numbers that follow from the norms of its parts.
+"""The factor that multiplies a sample's gradient, computed from the norms of its parts.
 
-    factor = scaling(norm)        one for all of a gradient, or one for each part of it
-    keep   = norm is finite       where a part is clipped; and the sample has a weight
+    factor = scaling(norm)        one for the whole gradient, or one for each part of it
+    keep   = norm is finite       if parts are clipped; and the sample has a weight
 
-What is not kept is left out, and never multiplied by zero: it may be NaN.
+Samples that are not kept are left out by selection, not multiplied by zero: they may be NaN.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Loss scaling for fp16, as a pure state beside the parameters.
+"""Loss scaling for fp16, as a pure state stored with the parameters.
 
-Scales that are powers of two change no bit of what they scale and unscale.
+Scales that are powers of two change no bit of the numbers that they scale and unscale.
 """
 
 import math
@@ -16,13 +16,14 @@ from .._base.settings import records
 
 @states.loadable
 class LossScaleState(NamedTuple):
-    """The scale and what decides its next change, all of it 0-d tensors.
+    """The loss scale and its counters, all 0-d tensors.
 
     Attributes:
-        scale: What the loss is multiplied by, float32.
-        growth_tracker: Finite updates since the scale last changed or overflowed, int32.
-        hysteresis_tracker: How many more updates that are not finite the scale waits for, int32:
-            it backs off with the one that brings this to zero, and with every further one.
+        scale: The factor of the loss, float32.
+        growth_tracker: The number of finite updates since the scale last changed or overflowed,
+            int32.
+        hysteresis_tracker: The number of non-finite updates until the scale backs off, int32. It
+            backs off with the update that brings this to zero, and with every later one.
 
     Example:
         >>> import torch
@@ -41,13 +42,13 @@ class LossScale(NamedTuple):
     """The four functions of a loss scale.
 
     Attributes:
-        init: ``init(device=None)`` gives the first state.
-        scale: ``scale(state, x)`` gives x times the scale; an x in fp16 or bf16 becomes float32,
-            since 65536 is inf in fp16.
-        unscale: ``unscale(state, tree)`` gives a new tree, every leaf divided by the scale, in
-            float32 at least: ask ``all_finite`` of this tree, and not of the scaled one.
-        update: ``update(state, finite)`` gives the next state; finite is a 0-d bool tensor. It
-            never waits for the device.
+        init: ``init(device=None)`` returns the first state.
+        scale: ``scale(state, x)`` returns x times the scale. An x in float16 or bfloat16 becomes
+            float32, because 65536 is inf in float16.
+        unscale: ``unscale(state, tree)`` returns a new tree with every leaf divided by the scale,
+            in float32 or wider. Check ``all_finite`` of this tree, not of the scaled one.
+        update: ``update(state, finite)`` returns the next state, where finite is a 0-d bool tensor.
+            It never synchronises with the device.
 
     Example:
         >>> loss_scale = static_loss_scale(1024.0)
@@ -77,28 +78,28 @@ def dynamic_loss_scale(
     max_scale: float = 2.0**127,
     hysteresis: int = 1,
 ) -> LossScale:
-    """A scale that backs off at an overflow and grows after a row of finite updates.
+    """Return a loss scale that backs off at an overflow and grows after a run of finite updates.
 
-    The rule, then held between ``min_scale`` and ``max_scale``::
+    The rule, with the result clamped to [``min_scale``, ``max_scale``]::
 
         not finite (the hysteresis-th and on)   scale *= backoff_factor
         growth_interval finite updates in a row scale *= growth_factor
 
-    The transitions are those of ``torch.amp.GradScaler``, which has no floor: after 144 overflows
+    The transitions are those of ``torch.amp.GradScaler``, which has no floor. After 144 overflows
     in a row from ``2**16`` the reciprocal of its scale is inf, and the next good gradient is
     applied as inf instead of being skipped. ``hysteresis`` is Megatron's. With a scale and factors
     that are powers of two, as by default, scaling and unscaling are exact.
 
     Args:
         init_scale: The first scale.
-        growth_factor: What the scale grows by, above 1; it does not grow where it would be inf.
-        backoff_factor: What the scale shrinks by, below 1.
-        growth_interval: How many finite updates in a row make the scale grow.
-        min_scale: The scale is never below this; a scale of 1 leaves the gradient as it is.
-        max_scale: The scale is never above this.
-        hysteresis: The scale backs off at this many updates that are not finite, and at every
-            further one. The count starts anew only when the scale grows, or would grow but for its
-            ceiling; GradScaler's is 1.
+        growth_factor: The factor of growth, above 1. The scale does not grow to inf.
+        backoff_factor: The factor of a back-off, below 1.
+        growth_interval: The number of finite updates in a row after which the scale grows.
+        min_scale: The smallest scale. A scale of 1 leaves the gradient as it is.
+        max_scale: The largest scale.
+        hysteresis: The number of non-finite updates at which the scale first backs off; it then
+            backs off at every further one. Only growth, even if ``max_scale`` prevents it, resets
+            the count. GradScaler's is 1.
 
     Example:
         >>> loss_scale = dynamic_loss_scale()
@@ -138,13 +139,13 @@ def dynamic_loss_scale(
         )
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
-        """The first state, complete."""
+        """Return the first state, complete."""
         settings: Any = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         settings["growth_interval"] = growth_interval
         return _state(init_scale, hysteresis, device, settings)
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
-        """The next state, by whether every gradient was finite."""
+        """Return the next state, given whether every gradient was finite."""
         checks.check_state(state, LossScaleState, _OWNER)
         scale, tracker, budget = state
         _check_flag(finite)
@@ -165,14 +166,14 @@ def dynamic_loss_scale(
 
 @records
 def static_loss_scale(scale: float) -> LossScale:
-    """A scale that never changes; a step with an overflow is still not applied.
+    """Return a loss scale that never changes; a step with an overflow is still not applied.
 
     The rule: ``update(state, finite)`` is ``state``.
 
     Args:
-        scale: What the loss is multiplied by; a power of two is exact. One far below 1 takes small
-            gradients to zero, and no step can tell: float32 holds nothing below ``2**-149``, so
-            with a scale of ``2**-149`` only gradients of 1 and more are left.
+        scale: The factor of the loss; a power of two is exact. A scale far below 1 silently turns
+            small gradients into zero. float32 holds nothing below ``2**-149``, so with a scale of
+            ``2**-149`` only gradients of 1 and more survive.
 
     Example:
         >>> loss_scale = static_loss_scale(1024.0)
@@ -182,11 +183,11 @@ def static_loss_scale(scale: float) -> LossScale:
     scale = _check_scale("scale", scale)
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
-        """The first state, complete."""
+        """Return the first state, complete."""
         return _state(scale, 0, device, {})
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
-        """The same state, in memory of its own."""
+        """Return the same state, in new memory."""
         checks.check_state(state, LossScaleState, _OWNER)
         _check_flag(finite)
         # no two states may share a tensor: donating the one would take it from the other

@@ -1,4 +1,4 @@
-"""What a training step holds in memory: predicted before it is run, and measured.
+"""The memory of a training step: predicted before it is run, and measured.
 
     predicted: the step is run on tensors that have shapes and no numbers
     measured:  the step is run
@@ -19,21 +19,21 @@ from .state import TrainState
 
 
 class Memory(NamedTuple):
-    """Bytes of a step, on the device of the parameters; of DTensors, those of this rank.
+    """The bytes of a step, on the device of the parameters; for DTensors those of this rank.
 
-    The rule: ``beyond_arguments``, what the step itself holds at its peak, is the sum of
+    The rule: ``beyond_arguments``, the memory that the step itself holds at its peak, is the sum of
     ``gradients``, ``activations`` and ``workspace``.
 
     Attributes:
-        parameters: The parameters, as they come.
-        buffers: The buffers, as they come.
-        optimizer: What the optimizer keeps, as it comes.
-        gradients: The sums over the microbatches.
-        activations: What the forward pass of one microbatch keeps for its backward pass; a
-            microbatched function keeps its inputs and outputs.
-        workspace: Everything else at the peak: temporaries, gradients that are not yet added, and
-            where the peak is in the update, the next state. Less than nothing where gradients take
-            the place of activations, in a batch of one microbatch.
+        parameters: The parameters in the state passed to the step.
+        buffers: The buffers in that state.
+        optimizer: The optimizer state in that state.
+        gradients: The gradient sums over the microbatches.
+        activations: The tensors that the forward pass of one microbatch stores for its backward
+            pass; for a microbatched function, its inputs and outputs.
+        workspace: Everything else at the peak: temporaries, gradients that are not yet summed, and
+            the next state if the peak is in the update. Negative if gradients take the place of
+            activations, in a batch of one microbatch.
 
     Example:
         >>> Memory(1000, 0, 2000, 1000, 300, 60).beyond_arguments
@@ -49,17 +49,17 @@ class Memory(NamedTuple):
 
     @property
     def beyond_arguments(self) -> int:
-        """What the step itself holds at its peak: what a ``memory_budget`` is about."""
+        """The bytes that the step itself holds at its peak, which ``memory_budget`` limits."""
         return self.gradients + self.activations + self.workspace
 
 
 class MemoryReport(NamedTuple):
-    """What ``memory_report`` returns; printed, it is a table.
+    """The result of ``memory_report``; it prints as a table.
 
     Attributes:
-        predicted: The memory of a step that computes nothing; ``()`` for DTensors, whose ranks
+        predicted: The memory of a step on tensors without numbers; ``()`` for DTensors, whose ranks
             communicate.
-        measured: The memory of a step that is run; ``()`` where the tensors have no numbers.
+        measured: The memory of a real step; ``()`` if the tensors have no numbers.
 
     Example:
         >>> print(MemoryReport(Memory(1000, 0, 2000, 1000, 300, 60), ()))
@@ -91,29 +91,30 @@ class MemoryReport(NamedTuple):
 def memory_report(
     step: Callable[..., Any], state: TrainState, batch: trees.Tree, *shared: Any
 ) -> MemoryReport:
-    """What a step holds in memory at its peak, predicted and measured.
+    """Predict and measure the peak memory of a training step.
 
     The rule::
 
         predicted: the step is run on tensors that have shapes and no numbers
-        measured:  the step is run once, on copies if it donates, and what it returns is dropped
+        measured:  the step is run once, on copies if it donates, and its results are dropped
 
-    The prediction computes nothing and allocates nothing: a model need not fit. Given a state and a
-    batch on the ``meta`` device, it is all that is done. Code that reads a number of a tensor then
-    gets 1 or True; operations whose shapes depend on numbers (``nonzero``) cannot be predicted. On
-    a CPU the measurement counts the tensors that are alive, without what a kernel allocates for
-    itself; on CUDA it is ``torch.cuda.max_memory_allocated``, whose record is reset.
+    The prediction computes and allocates nothing, so the model need not fit into memory. If the
+    state and the batch are on the ``meta`` device, there is only a prediction. Code that reads a
+    number from a tensor then gets 1 or True, and operations whose shapes depend on numbers
+    (``nonzero``) cannot be predicted. On a CPU the measurement counts live tensors, without the
+    internal buffers of kernels. On CUDA it is ``torch.cuda.max_memory_allocated``, whose peak
+    counter is reset.
 
-    Where there are DTensors, all ranks make the report together, nothing is predicted, and the
-    bytes are those of this rank.
+    With DTensors, all ranks must call it together, nothing is predicted, and the bytes are those of
+    this rank.
 
     For a stream, report the step over its microbatches joined into one batch, with their size.
 
     Args:
-        step: What ``make_step`` made, without ``compile``.
-        state: A state of it.
+        step: A step made by ``make_step``, without ``compile``.
+        state: A state of that step.
         batch: A batch.
-        shared: What else the step is called with.
+        shared: The further arguments of the step.
 
     Example:
         >>> from pureaccum import adamw, make_step

@@ -1,9 +1,9 @@
-"""Going on with a run of torch's: its optimizer and its GradScaler, by name, and back.
+"""Conversion between our states and those of torch.optim and GradScaler, by parameter name.
 
     import_state    {"state": {0: {"exp_avg": …}}, "param_groups": …}  ->  opt_state, steps, rates
     export_state    the same in the other direction, into a ``state_dict`` as a template
 
-torch numbers parameters in the order of its groups; names say which of ours each of them is.
+torch numbers parameters in the order of its groups. Names map these numbers to our parameters.
 """
 
 import inspect
@@ -48,22 +48,22 @@ def import_state(
     names: Sequence[str] | None = None,
     steps: int | None = None,
 ) -> TrainState:
-    """Continue a run that an optimizer of torch and a ``GradScaler`` began.
+    """Continue a run that ``torch.optim`` and ``GradScaler`` began.
 
-    The rule: what torch keeps for the parameter of a name becomes what our optimizer keeps for it;
-    learning rates that stand in the state are those of the groups, and steps are counted on.
+    The rule: the optimizer state that torch has for a parameter's name becomes ours. Learning rates
+    that our state stores are taken from the param groups, and the step count continues.
 
-    Parameters are taken over by ``step.init(pa.functional(model).params)``. Settings that stand in
-    no state (betas, weight decay, a growth interval) have to be those that ours were made with.
-    The new state shares no memory with what is given.
+    Take the parameters over with ``step.init(pa.functional(model).params)``. Settings that no state
+    stores (betas, weight decay, a growth interval) must be the same in your new optimizer. The new
+    state shares no memory with the arguments.
 
     Args:
-        state: What ``step.init`` returned, whose params are a dict by the names of a module.
-        optimizer: The ``state_dict()`` of a SGD, Adam or AdamW, or of the class of ``from_torch``.
+        state: The result of ``step.init``, whose params are a dict by the names of a module.
+        optimizer: The ``state_dict()`` of SGD, Adam or AdamW, or of the class of ``from_torch``.
         scaler: The ``state_dict()`` of a ``torch.amp.GradScaler``.
-        names: The names of the optimizer's parameters, in the order in which it was given them.
-            Not needed where it was given ``named_parameters()``.
-        steps: How many steps were applied, for schedules: SGD does not count them.
+        names: The names of the optimizer's parameters, in the order in which it received them. Not
+            needed if it received ``named_parameters()``.
+        steps: The number of applied steps, for schedules. SGD does not count them.
 
     Example:
         >>> from pureaccum import functional, make_step, sgd
@@ -113,21 +113,22 @@ def export_state(
     scaler: Mapping[str, Any] | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The ``state_dict`` of an optimizer of torch and of a ``GradScaler`` that go on with a run.
+    """Return the state dicts with which a torch optimizer and a ``GradScaler`` continue a run.
 
-    The rule: that of ``import_state``, backwards: each ``state_dict`` that is given, with our
-    numbers in place of its own. It waits for the device.
+    The rule: the reverse of ``import_state``. Each ``state_dict`` that you pass is returned with
+    our numbers in place of its own. The call synchronises with the device.
 
     Args:
-        state: A training state, whose params are a dict by the names of a module. They themselves
-            go to ``model.load_state_dict(state.params, strict=False)``.
-        optimizer: The ``state_dict()`` of an optimizer like ours, such as a new one: its groups and
-            settings stay, but for learning rates that stand in our state.
+        state: A training state, whose params are a dict by the names of a module. Load these with
+            ``model.load_state_dict(state.params, strict=False)``.
+        optimizer: The ``state_dict()`` of an optimizer like ours, such as a new one. Its groups and
+            settings stay, except for learning rates that our state stores.
         scaler: The ``state_dict()`` of a ``GradScaler``.
         names: As for ``import_state``.
 
     Returns:
-        A dict with what was given: ``"optimizer"`` and ``"scaler"``, for their ``load_state_dict``.
+        A dict with ``"optimizer"`` and ``"scaler"``, as far as passed, for their
+        ``load_state_dict``.
 
     Example:
         >>> from pureaccum import adamw, make_step

@@ -5,12 +5,12 @@
     tensors    row by row, those of the widest numbers first, so that each is aligned
     crc32      one more tensor: the checksum of each of the others, and last that of the header
 
-Every reader of that format finds the right numbers in the right places. What the format has no
-words for stands as JSON in the metadata, by the name of the tensor: a dtype, an order in memory,
+Every reader of that format finds the right numbers in the right places. Facts that the format
+cannot express are JSON in the metadata, under the name of the tensor: a dtype, an order in memory,
 and which part of which leaf the numbers are.
 
-Nothing in a file decides what runs or how much memory is taken. Of a header only what it says of
-wanted leaves is read, and believed where ``header_of`` makes the same bytes of it.
+Nothing in a file decides which code runs or how much memory is allocated. Only the header entries
+of the requested leaves are read, and only if ``header_of`` makes the same bytes of them.
 """
 
 import itertools

@@ -1,14 +1,14 @@
-"""Files of tensors: their bytes, and how a file or a folder is there whole or not at all.
+"""Files of tensors: their bytes, and how a file or a folder appears whole or not at all.
 
-    write beside it under another name  ->  fsync  ->  rename  ->  fsync of the folder
+    write next to it under another name  ->  fsync  ->  rename  ->  fsync of the folder
 
-Anyone who looks finds the old file or the new one, whenever the process or the machine dies. Every
-writer has a name of its own, so that two never mix their bytes: the last to rename wins. A writer
-holds a lock on what it writes for as long as it lives, and so the next save into a folder can
-remove what killed writers have left there, whatever its name.
+Readers find the old file or the new one, whenever the process or the machine dies. Every writer
+uses a name of its own, so two writers never mix their bytes: the last to rename wins. A writer
+locks what it writes for as long as it lives. So the next save into a folder can remove the remains
+of killed writers, whatever their names.
 
-A tensor that lies row by row in memory which this process can read is not copied; of the others,
-one leaf is at a time.
+A tensor that is contiguous in memory that this process can read is not copied. Others are copied
+one leaf at a time.
 """
 
 import errno

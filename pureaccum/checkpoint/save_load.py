@@ -1,7 +1,7 @@
 """Trees on disk, bit for bit: ``save(path, tree)`` and ``load(path, like=tree)``.
 
-Nothing is pickled. Tensors are written from where they lie and read to where they stay: there is
-never a second tree in memory, on a GPU or not, only one leaf at a time.
+Nothing is pickled. Tensors are written from their own memory and read into their final memory, so
+there is never a second tree in memory, on a GPU or not, only one leaf at a time.
 """
 
 import os
@@ -27,20 +27,20 @@ TOO_LONG = 10**4300  # for Python to read it
 
 
 def save(path: Path, tree: trees.Tree) -> None:
-    """Write a tree to a file, which afterwards is there whole, or is as it was before.
+    """Write a tree to a file atomically and bit for bit.
 
-    The rule: ``load(path, like)`` gives the same bits again.
+    The rule: ``load(path, like)`` returns the same bits again.
 
-    A process that dies at any moment leaves the old file or the new one. Memory that tensors share
-    is written once for each of them. The call waits for the device, and for the disk.
+    If the process dies, the path holds the old file or the new one, never a part of it. Memory that
+    tensors share is written once for each of them. The call waits for the device and for the disk.
 
     Args:
-        path: The path of the file; a file that is there is replaced.
-            Where the tree holds DTensors, all ranks save together: to a new folder with one file
-            per rank, which gets its name when it is whole. What is no DTensor is written once, and
-            has to be the same on all ranks. Any number of ranks can load the folder.
-        tree: A pytree of tensors, and of Python bools, ints, floats and strings beside them: a
-            ``TrainState``, an ``AccumState``, ``{"state": state, "window": window, "epoch": 3}``.
+        path: The path of the file; an existing file is replaced. If the tree holds DTensors, all
+            ranks save together, to a new folder with one file per rank. The folder gets its name
+            once it is complete. Plain tensors are written once and must be the same on all ranks.
+            Any number of ranks can load the folder.
+        tree: A pytree of tensors and of Python bools, ints, floats and strings: a ``TrainState``,
+            an ``AccumState``, ``{"state": state, "window": window, "epoch": 3}``.
 
     Example:
         >>> import tempfile
@@ -80,21 +80,21 @@ def save(path: Path, tree: trees.Tree) -> None:
 
 
 def load(path: Path, like: trees.Tree) -> trees.Tree:
-    """Read a tree that ``save`` wrote: the same bits, in memory of its own.
+    """Read a tree that ``save`` wrote, bit for bit, into new memory.
 
     The rule: the structure and the devices of ``like``, with the numbers of the file. Tensors share
-    no memory; plain ones have the strides of the saved ones.
+    no memory, and plain ones have the strides of the saved ones.
 
     Args:
         path: The path of the file, or of the folder that several ranks saved.
-        like: A tree like the saved one, ``step.init(params)`` for instance. It gives structure,
-            devices, and the placements of DTensors, whose ranks load together; its numbers are not
-            used, and it stays as it is.
+        like: A tree like the saved one, such as ``step.init(params)``. It gives structure, devices
+            and the placements of DTensors, whose ranks load together. Its numbers are not used, and
+            it is not changed.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or is not a checkpoint, or holds another tree: then every
-            leaf that is off is named. With DTensors all ranks raise it if one does.
+        ValueError: The file is damaged, is not a checkpoint, or holds another tree; the message
+            names every leaf that does not fit. With DTensors all ranks raise if one does.
 
     Example:
         >>> import tempfile

@@ -1,10 +1,10 @@
-"""A checkpoint of several ranks: a folder of files, of which each rank wrote one.
+"""A checkpoint of several ranks: a folder with one file per rank.
 
     path/shard-00001-of-00004.safetensors    what one rank held, each part of a leaf once
 
-Each file says to which save it belongs, how many files there are, and which part of which leaf its
-tensors are, with their checksums. So any number of ranks can read them again, each what it needs,
-and no rank goes on unless everything was there and whole.
+Each file states which save it belongs to, how many files there are, and which part of which leaf
+each of its tensors is, with checksums. So any number of ranks can read them, each the parts that it
+needs, and no rank continues unless every file is present and whole.
 """
 
 import itertools

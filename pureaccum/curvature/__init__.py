@@ -1,8 +1,8 @@
 """Curvature of a loss over a batch, as products with a vector, in the memory of one microbatch.
 
-``products`` are what all else takes: of the Hessian, of Gauss-Newton, of the Fisher matrix. Each is
-the ``derivatives`` of one number per microbatch, in one of the ``passes`` over a batch.
-``estimates`` draw a diagonal or a trace from them, ``cg`` solves for what they map to a vector, and
+``products`` multiply by the Hessian, Gauss-Newton or Fisher matrix. Each product is built from the
+``derivatives`` of one number per microbatch, in one of the ``passes`` over a batch. ``estimates``
+compute a diagonal or a trace from products, ``cg`` solves linear systems with them, and
 ``operator`` writes them with ``@`` and hands them to SciPy.
 """
 

@@ -6,8 +6,8 @@
     z, before = preconditioner(r), z
     p = z + <r, z> / <before r, before> p
 
-A step is a function of the state, which can be saved after any of them. Numbers by which trees are
-multiplied are added up in float64, since they decide everything, and cost nothing.
+A step is a function of the state, which you can save after any step. The inner products, which
+decide everything and cost little, are summed in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ from . import derivatives
 
 @states.loadable
 class CGState(NamedTuple):
-    """Where a solution stands.
+    """The state of a conjugate-gradient solve.
 
     Attributes:
-        x: The solution so far.
-        residual: b - product(x) - damping * x, as it follows from the steps.
+        x: The solution so far, a tree like b.
+        residual: b - product(x) - damping * x, as updated by the steps.
         direction: The direction of the next step.
-        energy: <residual, preconditioner(residual)>, float64.
-        norm: |residual|, float64.
-        target: The norm at which x is a solution, float64.
-        curvature: <p, product(p) + damping * p> of the direction p of the last step, float64; where
-            it is not above zero that step was not taken, and none will be.
-        steps: How many steps were taken.
+        energy: <residual, preconditioner(residual)>, 0-d float64.
+        norm: |residual|, 0-d float64.
+        target: The norm at which x counts as a solution, 0-d float64.
+        curvature: <p, product(p) + damping * p> for the direction p of the last step, 0-d float64.
+            If it is not above zero, that step was not taken, and no later one will be.
+        steps: The number of steps taken, 0-d int64.
 
     Example:
         >>> import torch
@@ -59,13 +59,13 @@ class CG(NamedTuple):
     """The three functions that ``cg`` makes.
 
     Attributes:
-        init: ``init(b, x=None)`` gives the state before the first step; ``x`` is where to begin,
-            zero where it is left out.
-        update: ``update(state)`` takes one step; a state that is solved, or whose curvature is not
-            positive, comes back as it is.
-        run: ``run(state, steps=None)`` takes steps until the state is solved, at most so many. It
-            looks at numbers, and so waits for a device. Without a number of steps it raises an
-            ``ArithmeticError`` where ten for every number of b do not solve it.
+        init: ``init(b, x=None)`` returns the state before the first step. ``x`` is the starting
+            point, zero by default.
+        update: ``update(state)`` takes one step. It returns the state unchanged if it is solved, or
+            if the curvature is not positive.
+        run: ``run(state, steps=None)`` takes at most ``steps`` steps, until the state is solved. It
+            synchronises with the device at each step. Without ``steps`` it raises an
+            ``ArithmeticError`` if ten steps per number in b do not solve it.
     """
 
     init: Callable[..., CGState]
@@ -84,24 +84,24 @@ def cg(  # noqa: D417
     rtol: float = 1e-5,
     atol: float = 0.0,
 ) -> CG:
-    """Solve a positive definite system of which only products are known.
+    """Solve a positive definite linear system, given products of its matrix with vectors.
 
     The rule::
 
         product(x) + damping * x = b        until |residual| <= max(rtol * |b|, atol)
 
-    The solution is ``state.x``. Where a step finds that the matrix is not positive definite,
-    ``run`` raises an ``ArithmeticError`` and ``update`` leaves x where it was. A Hessian is
-    positive definite near a minimum at most; Gauss-Newton and Fisher matrices are with some
+    The solution is ``state.x``. If a step finds that the matrix is not positive definite, ``run``
+    raises an ``ArithmeticError`` and ``update`` leaves x unchanged. A Hessian is positive definite
+    at most near a minimum. Gauss-Newton and Fisher matrices are positive definite with some
     damping.
 
     Args:
-        product: ``product(v)`` gives a tree like ``v``, of a symmetric matrix that is always the
-            same: ``lambda v: ggnvp(...)(params, batch, v)``.
-        damping: What is added to the diagonal.
-        preconditioner: ``preconditioner(r)`` gives a tree like ``r``: something like the inverse of
-            the matrix, symmetric and positive definite itself.
-        rtol, atol: When to stop.
+        product: ``product(v)`` returns a tree like ``v``: the product with a symmetric matrix that
+            is the same at every call, such as ``lambda v: ggnvp(...)(params, batch, v)``.
+        damping: The number added to the diagonal.
+        preconditioner: ``preconditioner(r)`` returns a tree like ``r``: the product with an
+            approximate inverse of the matrix that is symmetric and positive definite.
+        rtol, atol: The relative and absolute tolerance of the residual's norm.
 
     Example:
         >>> solver = cg(lambda v: torch.tensor([[4.0, 1.0], [1.0, 3.0]]) @ v)

@@ -1,8 +1,8 @@
-"""Derivatives of a function of one microbatch, inside of the number whose gradient is taken.
+"""Derivatives of a function of one microbatch, used inside the number whose gradient is taken.
 
 gradient    of a number, which can be differentiated again
-Pushing     along a vector: by forward AD, or where torch has none of an operation (LSTMs on a
-            CPU, checkpoints, custom Functions) by two backward passes, of the pullback itself
+Pushing     along a vector: by forward AD, or by two backward passes, the second of the pullback,
+            where torch has no forward AD (LSTMs on a CPU, checkpoints, custom Functions)
 """
 
 import threading

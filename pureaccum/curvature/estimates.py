@@ -1,11 +1,11 @@
-"""The diagonal and the trace of what is known by its products with vectors alone.
+"""The diagonal and the trace of a matrix of which only products with vectors are known.
 
     for i in range(samples):
         z = signs drawn from fold_in(key, i)
         seen += z * product(z)            # its mean is the diagonal, and the sum of that the trace
 
-Signs have less variance than any other draws, and none where the matrix is diagonal. The mean and
-its standard error are kept as they come, so that no more than one product is held.
+Random signs have less variance than any other draws, and none if the matrix is diagonal. Mean and
+standard error are updated sample by sample, so only one product is in memory.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from . import derivatives
 
 @states.loadable
 class Estimate(NamedTuple):
-    """An estimate that is right on average, and how far it is from that.
+    """An unbiased estimate and its standard error.
 
     Attributes:
         mean: The estimate: a tree like params, or a number.
-        error: Its standard error, of the same structure; NaN of one sample.
+        error: Its standard error, of the same structure; NaN for one sample.
 
     Example:
         >>> import torch
@@ -52,20 +52,20 @@ def diagonal(
 
         mean over samples of z * product(z)
 
-    The estimate is a tree like ``like``, float32 at least, and unbiased. The variance of an entry
-    is the sum of the squares of all others in its row. ``per_sample_grad(...,
-    reduce="moments")(params, batch).second`` is the diagonal of an empirical Fisher matrix,
-    exactly.
+    The estimate is unbiased, a tree like ``like`` in float32 or wider. The variance of an entry is
+    the sum of the squares of the other entries in its row, divided by ``samples``. For the exact
+    diagonal of an empirical Fisher matrix use
+    ``per_sample_grad(..., reduce="moments")(params, batch).second``.
 
     Args:
-        product: ``product(v)`` gives a tree like ``v``, of a symmetric matrix: ``lambda v:
-            ggnvp(...)(params, batch, v)``.
+        product: ``product(v)`` returns a tree like ``v``: the product with a symmetric matrix, such
+            as ``lambda v: ggnvp(...)(params, batch, v)``.
         like: A tree like ``v``, such as params.
         key: A key for this estimate alone; the same key draws the same signs.
-        samples: How many products to take, one after the other; an estimate of more samples begins
-            with those of fewer.
-        check: Whether one product is compared with differences, once a loss and kind, if it is
-            made by ``hvp``, ``ggnvp`` or ``fisher_vp``.
+        samples: The number of products, computed one after another. An estimate with more samples
+            begins with the same signs as one with fewer.
+        check: For a product made by ``hvp``, ``ggnvp`` or ``fisher_vp``: whether to compare it with
+            finite differences, as there.
 
     Example:
         >>> from pureaccum import key
@@ -100,8 +100,8 @@ def trace(  # noqa: D417
 
         mean over samples of <z, product(z)>
 
-    The estimate is a float64 number, and unbiased. Its variance is twice the sum of the squares of
-    all entries off the diagonal.
+    The estimate is unbiased, and a 0-d float64 tensor. Its variance is twice the sum of the squares
+    of all entries off the diagonal, divided by ``samples``.
 
     Args:
         product, like, key, samples, check: As for ``diagonal``.

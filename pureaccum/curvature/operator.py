@@ -10,14 +10,14 @@ from .._base import checks, reprs, trees
 
 
 class Operator(NamedTuple):
-    """A linear map of trees like params to trees like params, written with ``@``.
+    """A linear map from trees like params to trees like params, written with ``@``.
 
     The rule::
 
-        operator @ v = product(v)        # flat: the leaves of v one after the other, as one vector
+        operator @ v = product(v)        # v: a tree, or flat: all its leaves as one vector
 
     Attributes:
-        product: ``product(v)`` gives a tree like ``v``.
+        product: ``product(v)`` returns a tree like ``v``.
         like: A tree like ``v``, such as params.
 
     Example:
@@ -46,7 +46,7 @@ class Operator(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix."""
+        """The numbers of rows and columns of the matrix."""
         n = sum(x.numel() for x in checks.read_params(self.like, "like")[0])
         return n, n
 
@@ -68,9 +68,9 @@ class Operator(NamedTuple):
         return out.to(v.dtype).view(v.shape)
 
     def to_scipy(self) -> Any:
-        """The same as a ``scipy.sparse.linalg.LinearOperator``, symmetric and of real numbers.
+        """Return it as a ``scipy.sparse.linalg.LinearOperator``, which is real and symmetric.
 
-        It has the widest dtype of the leaves, and copies vectors to the device of the first leaf.
+        Its dtype is the widest of the leaves. It copies vectors to the device of the first leaf.
         """
         leaves, spec = checks.read_params(self.like, "like")
         for name, x in zip(trees.paths(spec, "like"), leaves, strict=True):

@@ -1,11 +1,11 @@
-"""One pass over a batch: at hand, as a stream of batches, or spread over ranks.
+"""One pass over a batch: in memory, as a stream of batches, or spread over ranks.
 
     state = zeros
     for part in microbatches of all batches:
         state += gradient of one number of the part
     return sum of all ranks' states, divided once
 
-What comes out is compared with differences, once a loss and kind.
+The first product for each loss and kind of arguments is compared with finite differences.
 """
 
 import itertools
@@ -157,7 +157,7 @@ def check_vector(params: trees.Tree, args: tuple[Any, ...]) -> None:
 
 
 class WrongProductError(ArithmeticError):
-    """A product is not the derivative of gradients."""
+    """A product that is not the derivative of gradients."""
 
 
 _verdicts: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, writes.Known]]" = WeakKeyDictionary()

@@ -4,9 +4,8 @@
     Gauss-Newton    d/dp <out(p), B J v>      J: the derivative of out, B: the loss's Hessian in out
     Fisher          d/dp <losses(p), J v>     J: the derivative of the losses
 
-What stands behind the comma is a constant of that gradient. Gradients are what the monoid adds up,
-so that masks and their weights, ragged microbatches, streams and ranks are what they are for
-``grad``; and so is memory.
+The second factor is a constant of that gradient. Gradients are summed as ``grad`` sums them, so
+masks and their weights, ragged microbatches, streams, ranks and memory work as they do there.
 """
 
 from collections.abc import Callable
@@ -41,26 +40,27 @@ def hvp(
 ) -> Product:
     """Multiply the Hessian of a loss over a whole batch by a vector.
 
-    The rule, with g the gradient that ``grad`` gives::
+    The rule, with g the gradient that ``grad`` computes::
 
-        H v = d/dparams <g(params), v>        # one microbatch after the other, divided once
+        H v = d/dparams <g(params), v>        # microbatch after microbatch, divided once
 
-    It is exact, in the memory of one microbatch, for about the time of three gradients; the
-    gradient comes out of the same pass. ``torch.func.vmap`` over ``v`` multiplies several vectors
-    at once. Where nothing of the batch has any weight the product is NaN.
+    The product is exact, in the memory of one microbatch, and takes about the time of three
+    gradients. The same pass returns the gradient. To multiply several vectors at once, use
+    ``torch.func.vmap`` over ``v``. If the batch has no weight, the product is NaN.
 
     Args:
-        func: ``func(params, *args)`` gives a scalar loss or ``Weighted``.
+        func: ``func(params, *args)`` returns a scalar loss or ``Weighted``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
-            sample along dim 0. All others are handed to every microbatch whole.
+            sample along dim 0. Every microbatch receives all other arguments whole.
         microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
             of each; or ``"auto"``, as many as memory allows; None takes the batch whole.
         reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
-        stream: Whether the batch arguments are iterables of batches, such as a loader: a product is
-            one pass over them, and each batch is cut into microbatches.
-        group: A process group, each rank of which has some samples of the batch, or none; every
-            rank gets the whole product.
-        check: Whether one product is compared with differences, once a loss and kind.
+        stream: Whether the batch arguments are iterables of batches, such as a loader. A product is
+            then one pass over them, and cuts each batch into microbatches.
+        group: A process group. Each rank has some samples of the batch, or none, and every rank
+            gets the whole product.
+        check: Whether to compare the product with finite differences, at the first call for each
+            loss and kind of arguments, and raise an ``ArithmeticError`` if they differ.
 
     Returns:
         ``product(params, *args, v) -> (grads, Hv)``, with ``v`` and both results like params.
@@ -132,14 +132,14 @@ def ggnvp(  # noqa: D417
 
         G v = Jᵀ B J v
 
-    B is that of the loss as it is, weights and masks included, so that what is divided by is the
-    weight of the whole batch. G is the Hessian where ``forward`` is linear, and positive
-    semi-definite where the loss is convex in the outputs. One product takes about the time of two
-    gradients. Where nothing of the batch has any weight it is NaN.
+    B includes weights and masks of the loss, and the product is divided by the weight of the whole
+    batch. G equals the Hessian if ``forward`` is linear, and is positive semi-definite if the loss
+    is convex in the outputs. A product takes about the time of two gradients. If the batch has no
+    weight, it is NaN.
 
     Args:
-        forward: ``forward(params, *args)`` gives outputs, any pytree of tensors.
-        loss: ``loss(outputs, *args)`` gives a scalar loss or ``Weighted``.
+        forward: ``forward(params, *args)`` returns outputs, any pytree of tensors.
+        loss: ``loss(outputs, *args)`` returns a scalar loss or ``Weighted``.
         batch_argnums, microbatch_size, reduction, stream, group, check: As for ``hvp``.
 
     Returns:
@@ -212,16 +212,15 @@ def fisher_vp(  # noqa: D417
     draw: Callable[..., Any] | None = None,
     check: bool = True,
 ) -> Product:
-    """Multiply the Fisher matrix of a batch by a vector, without the gradients of its samples.
+    """Multiply the Fisher matrix of a batch by a vector, without per-sample gradients.
 
-    The rule, with g the gradient of one sample's loss, and w its weight, 1 or what ``Weighted``
-    says::
+    The rule, with g the gradient of one sample's loss and w its weight, 1 or that of ``Weighted``::
 
-        F v = Σ w g (gᵀ v) / Σ w              # of a "sum": Σ g (gᵀ v)
+        F v = Σ w g (gᵀ v) / Σ w              # with "sum": Σ g (gᵀ v)
 
-    With the losses of the labels in the batch that is the empirical Fisher matrix. With labels that
-    the model draws it is an unbiased estimate of the true one. Drawn by keys that lie in the batch,
-    they are the same for every ``v``, so that the product is linear and symmetric::
+    With the labels of the batch this is the empirical Fisher matrix. With labels drawn from the
+    model it is an unbiased estimate of the true one. Draw them with keys in the batch: then they
+    are the same for every ``v``, and the product is linear and symmetric::
 
         def draw(params, batch):
             mean, scale = net(params, batch["x"])
@@ -230,18 +229,20 @@ def fisher_vp(  # noqa: D417
 
         batch = batch | {"keys": pa.fold_in(pa.key(0), torch.arange(rows))}
 
-    Where outputs are the logits of a softmax, or the mean of a Gaussian of fixed variance, the true
-    one is Gauss-Newton's: ``ggnvp`` gives it exactly, and for less.
+    If the outputs are softmax logits, or the mean of a Gaussian of fixed variance, the true Fisher
+    matrix is Gauss-Newton's. ``ggnvp`` computes it exactly and for less.
 
-    One product takes about the time of two gradients. Where nothing of the batch has any weight it
-    is NaN. Its diagonal is ``per_sample_grad(..., reduce="moments")(params, batch).second``.
+    A product takes about the time of two gradients. If the batch has no weight, it is NaN. For the
+    diagonal of the empirical matrix use
+    ``per_sample_grad(..., reduce="moments")(params, batch).second``.
 
     Args:
-        losses: ``losses(params, *args)`` gives the loss of each sample, a tensor of shape (rows,):
-            the negative log-likelihood. Or ``Weighted`` of two such: totals, and weights.
+        losses: ``losses(params, *args)`` returns the loss of each sample, the negative
+            log-likelihood, as a tensor of shape (samples,). Or ``Weighted`` of two such tensors:
+            totals and weights.
         batch_argnums, microbatch_size, stream, group, check: As for ``hvp``.
         reduction: Whether the samples' matrices are averaged, ``"mean"``, or added, ``"sum"``.
-        draw: ``draw(params, *args)`` gives the (first) batch argument anew, with labels from the
+        draw: ``draw(params, *args)`` returns the (first) batch argument with labels drawn from the
             model. No derivative goes through it.
 
     Returns:

@@ -1,13 +1,13 @@
-"""Prove that your loss may be microbatched, and test accumulation math of your own.
+"""Check that your loss can be cut into microbatches, and test your own accumulation code.
 
-``check_accumulation``, ``assert_accumulates``: may this loss, or this loop, be cut, and why not?
-``check_training_loop``: the same of a loop over a module and an optimizer of torch.
-``assert_pure``, ``unchanged``: a call, or a block, changes nothing that can be seen.
+``check_accumulation``, ``assert_accumulates``: can this loss, or this loop, be cut, and why not?
+``check_training_loop``: the same for a loop over a module and an optimizer of torch.
+``assert_pure``, ``unchanged``: check that a call, or a block, changes nothing.
 ``assert_trees_bitwise_equal``, ``assert_trees_within_bound``: what differs, where, and why.
 ``strategies``: data, losses and histories for hypothesis (``pip install 'pureaccum[testing]'``).
-``fixtures`` are the checks as fixtures of pytest.
+``fixtures``: the checks as pytest fixtures.
 
-To read it, begin with ``_check``, the checker; ``_assertions`` and ``_pure`` stand alone.
+To read the source, begin with ``_check``, the checker. ``_assertions`` and ``_pure`` stand alone.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Two ways for trees to agree: in every bit, and within a bound.
+"""Two ways for trees to agree: in every bit, or within a bound.
 
-The error names the leaf, the number that is off and, where the numbers show it, the likely cause.
+An error names the leaf, the number that is off and, if the numbers show it, the likely cause.
 """
 
 import cmath
@@ -20,16 +20,17 @@ def assert_trees_bitwise_equal(got: trees.Tree, want: trees.Tree) -> None:
 
     The rule: the structures are equal and, for each leaf, dtype, shape, device and numbers.
 
-    As everywhere in pureaccum a NaN is the same as a NaN, and -0 as 0; a sparse leaf is the same as
-    a dense one of its numbers. Leaves that are not tensors are compared by type and ``==``.
+    As everywhere in pureaccum, NaN equals NaN and -0 equals 0. A sparse leaf equals a dense one
+    with the same numbers. Leaves that are not tensors are compared by type and ``==``.
 
     Args:
-        got: What came: a pytree.
-        want: What was expected.
+        got: The actual result, a pytree.
+        want: The expected result.
 
     Raises:
-        AssertionError: Names the first leaf that is off, how many of its numbers are, the first of
-            these, and the likely cause: a factor, a transposition, a rounding, another order.
+        AssertionError: The message names the first leaf that differs, how many of its numbers
+            differ, the first of these, and the likely cause: a factor, a transposition, rounding,
+            another order.
 
     Example:
         >>> want = {"w": torch.tensor([1.0, 2.0])}
@@ -53,22 +54,22 @@ everywhere.
 
 
 def assert_trees_within_bound(got: trees.Tree, want: trees.Tree, bound: trees.Tree) -> None:
-    """Assert that every number is as near to what was expected as its bound says.
+    """Assert that every number is within a bound of the expected one.
 
-    The rule: ``abs(got - want) <= bound``, and exactly so: where float64 might round in favour,
-    fractions decide.
+    The rule: ``abs(got - want) <= bound``, decided exactly: with fractions if float64 might round
+    in favour.
 
-    Shapes have to agree and dtypes need not. Only a NaN is near to a NaN, and only an inf to an
-    inf, unless the bound is one.
+    Shapes must agree, dtypes need not. A NaN matches only a NaN, and an inf only an inf, unless the
+    bound is inf.
 
     Args:
-        got: What came: a pytree of tensors and numbers.
-        want: What was expected, of any dtype: a reference in float64, for example.
-        bound: A number for all, or a tree like ``want`` of numbers, and of tensors that broadcast
-            to its leaves.
+        got: The actual result, a pytree of tensors and numbers.
+        want: The expected result, of any dtype, for example a float64 reference.
+        bound: One number for all leaves. Or a tree like ``want``, of numbers and of tensors that
+            broadcast to its leaves.
 
     Raises:
-        AssertionError: Names the worst number of all: the one with the largest error / bound.
+        AssertionError: The message names the worst number: the one with the largest error / bound.
         ValueError: A bound is negative or NaN, or does not fit.
 
     Example:

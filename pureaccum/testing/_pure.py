@@ -1,8 +1,8 @@
-"""What a call may not change: a picture of the world before it, compared with one after it.
+"""What a call must not change: a snapshot before it is compared with one after it.
 
-The picture shows bits, versions, hooks and attributes of all that the call reaches: its arguments,
-and what functions among them close over, are bound to, name, or have as a default. It also shows
-the modes of torch and the global generators of random numbers.
+A snapshot records bits, versions, hooks and attributes of everything that the call reaches: its
+arguments, and whatever functions among them close over, are bound to, name, or have as a default.
+It also records torch's modes and the global random generators.
 """
 
 import random
@@ -30,22 +30,22 @@ Picture = dict[str, Looks]  # of things by their names: args[0]['w'], torch, ...
 
 
 def assert_pure(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Call a function, and assert that it changed nothing.
+    """Call a function, assert that it changed nothing, and return its result.
 
-    The rule: a picture of all that it reaches is the same before and after the call.
+    The rule: a snapshot of everything that the call reaches is the same before and after it.
 
-    The picture shows its arguments, and the modules and tensors that it closes over, is bound to
-    or names: their bits, versions, ``.grad`` and hooks, and what modules hold. It also shows the
-    global generators of random numbers, of torch, Python and NumPy, and the modes of torch.
+    The snapshot records its arguments, and the modules and tensors that it closes over, is bound to
+    or names: their bits, versions, ``.grad`` and hooks, and the contents of modules. It also
+    records torch's modes and the global random generators of torch, Python and NumPy.
 
     Args:
         fn: A function, a method, a ``functools.partial``, a module.
         args: Its positional arguments.
-        kwargs: Its arguments by name.
+        kwargs: Its keyword arguments.
 
     Raises:
-        AssertionError: Something changed; the message names all of it. An error of ``fn`` comes
-            through as it is, unless something changed as well: then it is the cause of this one.
+        AssertionError: Something changed; the message names all of it. An error of ``fn``
+            propagates unchanged, or is the cause of this one if something changed as well.
 
     Example:
         >>> assert_pure(torch.add, torch.tensor(1.0), torch.tensor(2.0))
@@ -66,13 +66,13 @@ Likely cause: an operation in place, such as add_, +=, copy_ or out=.
 
 @contextmanager
 def unchanged(*things: Any, draws: bool = False) -> Generator[None]:
-    """Assert that a block changes neither some things nor the modes of torch.
+    """Assert that a block changes neither the given things nor the modes of torch.
 
-    The rule: what ``assert_pure`` asserts of a call, whether or not the block raises.
+    The rule: the assertion of ``assert_pure``, for a block, whether or not the block raises.
 
     Args:
         things: Tensors, modules, functions, and trees of them.
-        draws: Whether the global generators of random numbers may move.
+        draws: Whether drawing from the global random generators is allowed.
 
     Raises:
         AssertionError: Something changed; the message names all of it.

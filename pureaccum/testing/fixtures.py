@@ -1,7 +1,7 @@
 """Fixtures for pytest: ``from pureaccum.testing.fixtures import accumulates`` in a ``conftest.py``.
 
-A test that fails prints the report and nothing else. No plugin is installed for it: pytest would
-import torch in every project of the environment.
+A failing test prints the report and nothing else. There is no pytest plugin, because pytest would
+then import torch in every project of the environment.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ except ModuleNotFoundError as error:
 
 @pytest.fixture
 def accumulates() -> Callable[..., Any]:
-    """A function that fails the test where a loss, or a loop, depends on how a batch is cut.
+    """Return a function that fails the test if a loss, or a loop, depends on how a batch is cut.
 
-    The rule: ``check_accumulation``, or ``check_training_loop`` where its second argument is a
-    module, with the same arguments and the same report; one that does not fit is the message of
-    the failure, without a traceback.
+    The rule: ``check_accumulation``, or ``check_training_loop`` if its second argument is a module,
+    with the same arguments and the same report. If the report does not fit, it is the failure
+    message, without a traceback.
 
     Example:
         >>> def test_my_loss(accumulates):

@@ -1,9 +1,9 @@
-"""May this loss be cut into microbatches?
+"""Can this loss be cut into microbatches?
 
     for split in ways of cutting the batch:
         accumulated(split) == full batch, in float64, but for rounding
 
-And is it a pure function: no random numbers but those it is given, and nothing written to?
+And is it a pure function, which draws no hidden random numbers and writes to nothing?
 """
 
 import itertools
@@ -42,42 +42,43 @@ def check_accumulation(
     seed: int = 0,
     raise_on_mismatch: bool = True,
 ) -> Report:
-    """Find out whether a loss may be cut into microbatches, and if not, why.
+    """Find out whether a loss can be cut into microbatches, and if not, why.
 
     The rule, for the microbatches' sums c of any split, leaf by leaf in float64::
 
         it fits: ‖Σ c − full‖ <= √u₆₄ Σ ‖c‖ + √(u₆₄/u₃₂) ‖full₃₂ − full‖
 
-    The batch is cut into halves, quarters and single samples (at most 16 microbatches), into all
-    samples but one and that one, and at random in random order. Then experiments look for the
-    cause. Nothing is changed: captured tensors that the loss writes to, and random generators, are
-    put back. (``grad`` and the others ask by value alone, of one microbatch: see their ``check``.)
+    u₆₄ and u₃₂ are the rounding units of float64 and float32. The batch is cut into halves,
+    quarters and single samples (at most 16 microbatches), into all samples but one and that one,
+    and at random in random order. Then experiments look for the cause. Nothing is changed: captured
+    tensors that the loss writes to, and random generators, are restored. (``grad`` and its kin
+    compare values only, for one microbatch: see their ``check``.)
 
     Args:
-        loss_fn: ``loss_fn(params, batch)`` gives a scalar loss, ``Weighted``, or a sum of these,
-            each of whose terms is then checked by itself.
-        params: What is differentiated, a pytree of tensors.
+        loss_fn: ``loss_fn(params, batch)`` returns a scalar loss, ``Weighted``, or a sum of these,
+            each of whose terms is then checked separately.
+        params: The pytree of tensors to differentiate with respect to.
         batch: A pytree whose tensors have one row per sample along dim 0; at least two samples.
-            Some 8 to 64 samples of real data show more than many.
+            8 to 64 samples of real data show more than many.
         has_aux: Whether the loss returns ``(loss, aux)``.
         reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
-        loop: A loop of your own in place of this package's accumulator,
-            ``loop(loss_fn, params, microbatches) -> grads``: then the loop is checked. It is given
-            a list, and returns the gradient of the whole batch, divided, and nothing else.
-        splits: How many random splits are tried besides the fixed ones; or the splits
+        loop: A loop of your own to check, in place of this package's accumulator:
+            ``loop(loss_fn, params, microbatches) -> grads``. It receives a list, and returns only
+            the gradient of the whole batch, already divided.
+        splits: The number of random splits to try besides the fixed ones; or the splits
             themselves, lists of sizes that sum to the samples.
         weights: The leaf of the batch that holds weights or a mask, such as ``"mask"`` or
-            ``"['tokens'][1]"``: batches with random samples of it set to zero are then tried, too.
-        reference: The dtype to compare in, ``"float64"``; or ``"native"``, for a loss that runs in
-            its own dtype alone, with ``√u`` of that dtype for a bound (6 % for bfloat16).
-        finite_differences: Whether the loss's gradient, and the derivative of that, are compared
-            with central differences: both sides may be wrong alike, where torch is. Kinks and what
-            is detached count as neither.
-        seed: The seed of the splits, and of the random numbers that the loss sees.
-        raise_on_mismatch: False returns the report even where the loss does not fit.
+            ``"['tokens'][1]"``. Batches in which random samples of it are zero are then tried too.
+        reference: The dtype of the comparison, ``"float64"``. Or ``"native"``, for a loss that runs
+            only in its own dtype, with ``√u`` of that dtype as the bound (6 % for bfloat16).
+        finite_differences: Whether to compare the loss's gradient, and the derivative of that, with
+            central differences. This finds errors of torch that are the same on both sides. Kinks
+            and detached tensors do not count as errors.
+        seed: The seed of the splits, and of the random numbers that the loss draws.
+        raise_on_mismatch: False returns the report even if the loss does not fit.
 
     Raises:
-        AccumulationMismatch: Where the loss does not fit; ``error.report`` is the report.
+        AccumulationMismatch: The loss does not fit; ``error.report`` is the report.
 
     Example:
         >>> def token_mean(w, batch):
@@ -168,7 +169,7 @@ def assert_accumulates(  # noqa: D417
     finite_differences: bool = False,
     seed: int = 0,
 ) -> None:
-    """Raise ``AccumulationMismatch`` where a loss may not be cut into microbatches.
+    """Raise ``AccumulationMismatch`` if a loss cannot be cut into microbatches.
 
     The rule: ``check_accumulation(loss_fn, params, batch, ...)``, without the report.
 
@@ -177,7 +178,7 @@ def assert_accumulates(  # noqa: D417
             finite_differences, seed: As for ``check_accumulation``.
 
     Raises:
-        AccumulationMismatch: Where the loss does not fit; ``error.report`` says why.
+        AccumulationMismatch: The loss does not fit; ``error.report`` says why.
 
     Example:
         >>> x = torch.arange(6.0).reshape(3, 2)

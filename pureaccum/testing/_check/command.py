@@ -1,7 +1,7 @@
-"""``python -m pureaccum check train.py:make``: whether a loss may be microbatched, as a command.
+"""``python -m pureaccum check train.py:make``: whether a loss can be microbatched, as a command.
 
 The file is imported as ``python train.py`` would run it, except that it is not ``__main__``. An
-error in there becomes one line, which names the file and the line.
+error in it is printed as one line, which names the file and the line.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""Why a loss does not fit: what it draws, keeps and normalises with; then what it is of samples.
+"""Why a loss does not fit: randomness, state and normalisation first, then how its samples combine.
 
-Random numbers and state make experiments worthless, so they come first; dropout and batch
-normalisation are left out to see whether they alone are to blame. Where samples depend on each
-other, the last question is whether statistics of the data do it: those over the samples of the
-whole batch are noted, and each microbatch is told these in place of its own.
+Random numbers and state make experiments worthless, so they come first. Dropout and batch
+normalisation are disabled to see whether they alone are to blame. If samples depend on each other,
+the last question is whether statistics of the data are the cause: those over all samples of the
+batch are recorded, and each microbatch gets these in place of its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence

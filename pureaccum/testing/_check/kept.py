@@ -1,8 +1,7 @@
-"""What a function may keep from call to call: tensors that it writes to, and names that it assigns.
+"""The state that a function may keep between calls: tensors it writes to, and names it assigns.
 
 Names are assigned in a closure, among the globals that its code mentions, in a dict or a list, or
-as the attributes of an object. A snapshot says what was there, so that it can be compared and put
-back.
+as the attributes of an object. A snapshot records them, so that they can be compared and restored.
 """
 
 import sys

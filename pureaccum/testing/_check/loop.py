@@ -1,10 +1,10 @@
-"""A loop of the user's own in place of the accumulator: what it makes of its microbatches.
+"""A loop of the user's own in place of the accumulator: which weights it gives its microbatches.
 
-With ``g_k`` the gradient of the loss of microbatch ``k`` as it came, the loop's result is
+With ``g_k`` the gradient of the loss of microbatch ``k``, the loop's result is
 
-    Σ a_k g_k,   right where a_k is the share of microbatch k in the whole weight
+    Σ a_k g_k,   right if a_k is the share of microbatch k in the whole weight
 
-and the ``a_k`` are found by least squares. They tell one mistake from another.
+Least squares finds the ``a_k``, and they tell one mistake from another.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a check found: how far off each leaf is, why, and which line of code mends it.
+"""The result of a check: how far off each leaf is, why, and which line of code fixes it.
 
 ``print(report)`` is a table; ``report.fits`` is the verdict.
 """
@@ -14,18 +14,18 @@ Split = tuple[Indices, ...]  # the samples of each microbatch
 
 
 class Leaf(NamedTuple):
-    """One leaf of the gradient, or the value.
+    """The error of one leaf of the gradient, or of the value.
 
     Attributes:
-        path: How a user would write it: ``params['layer'].weight``, or ``value``.
+        path: The leaf as you would write it: ``params['layer'].weight``, or ``value``.
         error: The largest difference from the full batch, in units of the bound that
-            ``check_accumulation`` states: above 1, it is not rounding. Inf where a microbatch
-            raised, or gave an inf or a NaN.
-        split: The smallest split found that still shows it, as the samples of each microbatch:
-            their accumulated gradient is compared with that of the same samples at once. Empty
-            where all is well.
-        native: In the loss's own dtypes, the error of the accumulated gradient relative to the
-            full batch's own error: about 1 is as good as possible; NaN where it is not known.
+            ``check_accumulation`` states. Above 1 it is not rounding. Inf if a microbatch raised,
+            or gave an inf or a NaN.
+        split: The smallest split found that still shows the error: for each microbatch, the indices
+            of its samples. Their accumulated gradient is compared with the gradient of the same
+            samples at once. Empty if the leaf fits.
+        native: The error of the accumulated gradient in the loss's own dtypes, relative to the full
+            batch's own error. About 1 is as good as possible; NaN if it is not known.
 
     Example:
         >>> Leaf("params['w']", 250.0, ((0,), (3,)), 1.0).split
@@ -39,18 +39,18 @@ class Leaf(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """A cause, found by an experiment.
+    """A cause of a mismatch, found by an experiment.
 
     Attributes:
         kind: ``"batch statistics"``, ``"randomness"``, ``"state"``, ``"batch coupling"``,
             ``"data statistics"``, ``"several means"``, ``"mean of means"``, ``"weight"``,
             ``"sum as mean"``, ``"mean as sum"``, ``"constant term"``, ``"overflow"``,
-            ``"raises"``, ``"wrong derivative"``; of a loop also ``"gradients zeroed"``, ``"tail
-            dropped"``, ``"factor"`` and ``"wrong weights"``; of one with an optimizer ``"steps"``,
-            ``"clips nothing"``, ``"changed one by one"`` and ``"optimizer statistics"``; or
-            ``"unknown"``.
-        says: What the experiment showed.
-        mend: The line of code that mends it.
+            ``"raises"`` or ``"wrong derivative"``. For a loop also ``"gradients zeroed"``, ``"tail
+            dropped"``, ``"factor"`` and ``"wrong weights"``. For a loop with an optimizer also
+            ``"steps"``, ``"clips nothing"``, ``"changed one by one"`` and ``"optimizer
+            statistics"``. Or ``"unknown"``.
+        says: The finding of the experiment, as a sentence.
+        mend: The line of code that fixes it.
 
     Example:
         >>> says = "it is a mean and was declared a sum."
@@ -64,14 +64,14 @@ class Diagnosis(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What ``check_accumulation`` found, which prints as a table.
+    """The result of ``check_accumulation``; it prints as a table.
 
     Attributes:
         fits: Whether the accumulated gradient is the full batch's, and the loss a pure function.
         leaves: The value and every leaf of the gradient.
-        diagnoses: The causes, where it does not fit.
-        samples: How many samples the batch has.
-        splits: How many splits were tried.
+        diagnoses: The causes, if it does not fit.
+        samples: The number of samples in the batch.
+        splits: The number of splits tried.
         loss: What the loss is of samples: ``"mean"``, ``"sum"``, ``"Weighted"`` or ``"sum of
             Weighted"``; or ``"loop"``.
         dtype: The loss's own dtype.
@@ -111,10 +111,10 @@ class AccumulationMismatch(AssertionError):
     """The accumulated gradient is not the full batch's; ``report`` says where and why.
 
     Args:
-        report: What was found; the message is its text.
+        report: The result of the check; its text is the message.
 
     Attributes:
-        report: What was found.
+        report: The result of the check.
 
     Example:
         >>> import torch

@@ -1,11 +1,11 @@
-"""What a loss is of its samples, and how to mend it: a sum, a mean, one with weights, or coupled.
+"""How a loss combines its samples, and how to fix it: a sum, a mean, a weighted mean, or coupled.
 
 With ``f(A)`` the loss of the samples ``A`` and its gradient, ``f(AB)`` that of ``A`` and ``B``:
 
     a sum            f(A) + f(B) = f(AB)
     a mean           a f(A) + b f(B) = (a + b) f(AB), for a samples in A and b in B
     a constant term  f(A) + f(B) − f(AB) is the same for all A and B
-    a weighted mean  the mean again, each sample with a weight that single samples and pairs tell
+    a weighted mean  the mean again, with weights found from single samples and pairs
     several means    y(x) = (f(A, and x copies of a row) − f(A)) / x is Σ c / (1 + x s), with s the
                      sample's share of what A counts in a mean: of one mean y(x) (1 + x s) is the
                      same for all x, and of two y(x) (1 + x s)(1 + x s') is a straight line in x

@@ -2,11 +2,11 @@
 
     samples of the batch -> the sums that an accumulator holds after this microbatch
 
-Whatever the loss wrote to or assigned is put back after each call. Each call begins with random
-numbers of its own, so that a loss that draws cannot hide it.
+After each call, everything that the loss wrote to or assigned is restored. Each call starts with
+different random numbers, so a loss that draws cannot hide it.
 
-In another dtype than it was written for, whatever floating-point number the loss touches takes
-part in that dtype, and the default dtype is that one, too.
+In a dtype other than its own, every floating-point number that the loss touches is cast to that
+dtype, which is also the default dtype.
 """
 
 import itertools

@@ -1,10 +1,10 @@
-"""A training loop of one's own over a module and an optimizer of torch: does it depend on the cut?
+"""Does a user's training loop over a module and an optimizer of torch depend on the cut?
 
     moved(parts) = parameters after the loop over these microbatches, minus those before
     it fits: moved(any parts of the batch) == moved([the batch]), in float64, but for rounding
 
-Nothing but the loop is needed: over the whole batch in one microbatch it is its own reference. The
-optimizer's step belongs to it, so that what it makes of squares and norms of microbatches shows.
+The loop is its own reference: its result on the whole batch as one microbatch. The optimizer's step
+is part of it, so errors in squares and norms of microbatch gradients show.
 """
 
 import copy
@@ -39,7 +39,7 @@ def check_training_loop(
     seed: int = 0,
     raise_on_mismatch: bool = True,
 ) -> Report:
-    """Find out whether a loop over a module and an optimizer of torch depends on the cut.
+    """Find out whether a loop over a module and a torch optimizer depends on how a batch is cut.
 
     The rule, for copies of the model in float64, parameter by parameter::
 
@@ -49,24 +49,25 @@ def check_training_loop(
     functions of parameters. Then experiments look for the cause.
 
     Args:
-        loop: ``loop(model, optimizer, microbatches)``: one window of the loop, from the first
-            forward pass to ``optimizer.step()``. It is given a list, perhaps of the whole batch.
-        model: The module, of which each call gets a copy.
+        loop: ``loop(model, optimizer, microbatches)`` runs one window of your loop, from the first
+            forward pass to ``optimizer.step()``. ``microbatches`` is a list, sometimes with the
+            whole batch as its only entry.
+        model: The module; each call gets a copy of it.
         batch: A pytree whose tensors have one row per sample along dim 0; at least two samples.
-        optimizer: ``optimizer(parameters)`` makes the optimizer, anew for each call; by default
-            ``torch.optim.SGD(parameters, lr=1.0)``, with which parameters move by the gradient.
-        max_norm: The norm to which the loop says that it clips: whether what reaches the optimizer
-            is no larger. Choose one that the gradient of this batch exceeds.
-        splits: How many random splits are tried besides the fixed ones; or the splits themselves,
+        optimizer: ``optimizer(parameters)`` makes a new optimizer for each call. The default is
+            ``torch.optim.SGD(parameters, lr=1.0)``, which moves parameters by the gradient.
+        max_norm: The norm to which your loop clips. The check is then also that no larger gradient
+            reaches the optimizer. Choose a norm that the gradient of this batch exceeds.
+        splits: The number of random splits to try besides the fixed ones; or the splits themselves,
             lists of sizes that sum to the samples.
-        seed: The seed of the splits, and of the random numbers that the loop sees.
-        raise_on_mismatch: False returns the report even where the loop does not fit.
+        seed: The seed of the splits, and of the random numbers that the loop draws.
+        raise_on_mismatch: False returns the report even if the loop does not fit.
 
     Returns:
         A ``Report``, whose leaves are the parameters that require a gradient.
 
     Raises:
-        AccumulationMismatch: Where the loop does not fit; ``error.report`` is the report.
+        AccumulationMismatch: The loop does not fit; ``error.report`` is the report.
 
     Example:
         >>> def train(model, optimizer, microbatches):

@@ -1,16 +1,16 @@
-"""How far what is accumulated, split in some way, lies from the full batch.
+"""How far the accumulated result of a split lies from the full batch, and whether that is rounding.
 
 With ``c_k`` what microbatch ``k`` adds to a leaf of the result, the difference is rounding if
 
     ‖Σ c_k − full‖ ≤ √u₆₄ Σ ‖c_k‖ + √(u₆₄ / u₃₂) ‖full₃₂ − full‖
 
-An honest error shrinks with the unit of the dtype, a real one does not, and the bound stands in
-the geometric middle. The first term is about the sum. The second is about the loss itself: what
-it loses in float32 shows how ill-conditioned it is. (A gradient that is zero on paper, such as
-that of a bias below a softmax, is nothing but rounding and has no digit right.)
+Rounding shrinks with the unit of the dtype and a real error does not; the bound is the geometric
+mean of the two. The first term is about the sum. The second is about the loss itself: its error in
+float32 shows how ill-conditioned it is. (A gradient that is zero on paper, such as that of a bias
+below a softmax, is nothing but rounding and has no correct digit.)
 
-Splits that fail are made smaller, to show the fault by as few samples as possible. Errors in the
-loss's own dtypes are reported beside these, relative to the full batch's own, and not judged.
+Splits that fail are made smaller, to show the fault with as few samples as possible. Errors in the
+loss's own dtypes are reported too, relative to the full batch's own, but not judged.
 """
 
 import itertools

@@ -1,8 +1,7 @@
-"""What a loss does beside computing: what it writes to, where it draws, what it normalises with.
+"""What a loss does besides computing: tensors it writes to, random draws, normalisation.
 
-A mode sees every call of a torch function, and hooks see modules begin and end. A tensor that a
-function is called with, and that no function has returned, is one that the loss was given or that
-it holds.
+A mode sees every call of a torch function, and hooks see modules begin and end. A tensor that is an
+argument of a torch function but the result of none is one that the loss received or holds.
 """
 
 import weakref

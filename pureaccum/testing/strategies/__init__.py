@@ -1,7 +1,7 @@
-"""Strategies of hypothesis for data, losses and histories: ``pip install 'pureaccum[testing]'``.
+"""Hypothesis strategies for data, losses and histories: ``pip install 'pureaccum[testing]'``.
 
-``data`` draws trees and batches, ``losses`` models with exact arithmetic, and ``histories``, to be
-read first, every way to accumulate a batch:
+``data`` draws trees and batches, ``losses`` models with exact arithmetic, and ``histories`` every
+way to accumulate a batch. Read ``histories`` first:
 
     @given(losses(samples=8), histories(8))
     def test_the_bits_of_the_full_batch(model, history):
@@ -9,8 +9,8 @@ read first, every way to accumulate a batch:
         grads, _ = acc.finalize(history.run(acc, model.params, model.batch))
         assert_trees_bitwise_equal(grads, model.full_batch("mean")[0])
 
-The data are exact, so that bits can be compared and no tolerance hides a fault. A failing example
-shrinks to one that a person would have written.
+Sums of the data are exact, so tests compare bits and no tolerance hides a fault. Failing examples
+shrink to ones that a person would have written.
 """
 
 try:

@@ -1,7 +1,7 @@
-"""Trees and batches whose sums are exact, and so the same bits in any order and grouping.
+"""Trees and batches whose sums are exact, so they have the same bits in any order and grouping.
 
-Integers times one power of two, so small that no sum of them needs more digits than its dtype
-has, and so large that a narrower sum would be noticed. One wrong bit is then a fault.
+Numbers are integers times one power of two: small enough that every sum of them fits into their
+dtype, and large enough that a narrower sum shows. So a single wrong bit is a fault.
 """
 
 import math
@@ -15,10 +15,10 @@ from ..._base.trees import Tree, flatten, unflatten
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds of torch's generators, which hypothesis does not know: ints below 2**32.
+    """Seeds for torch's generators, ints below 2**32.
 
-    They are for ``torch.Generator().manual_seed(seed)`` and many numbers at once; a few numbers are
-    better drawn one by one, because those shrink.
+    Use them with ``torch.Generator().manual_seed(seed)`` to draw many numbers at once. Draw a few
+    numbers with hypothesis instead, because those shrink.
 
     Example:
         >>> from hypothesis import find
@@ -32,7 +32,7 @@ def dtypes(complex: bool = False) -> st.SearchStrategy[torch.dtype]:
     """The dtypes float32, float64, bfloat16 and float16; they shrink to float32.
 
     Args:
-        complex: Whether complex64 and complex128 are drawn, too.
+        complex: Whether to draw complex64 and complex128 too.
 
     Example:
         >>> from hypothesis import find
@@ -47,10 +47,10 @@ def dtypes(complex: bool = False) -> st.SearchStrategy[torch.dtype]:
 
 
 def shapes(dims: int = 2, side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of small tensors, 0-d and empty ones among them; they shrink to ``()``.
+    """Shapes of small tensors, including 0-d and empty ones; they shrink to ``()``.
 
     Args:
-        dims: The most dimensions.
+        dims: The largest number of dimensions.
         side: The largest size of a dimension.
 
     Example:
@@ -64,11 +64,11 @@ def shapes(dims: int = 2, side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
 def trees(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Tree]:
     """Nested tuples, lists and dicts with at least one leaf; a tree shrinks to a leaf.
 
-    The keys of a dict come in any order: optree sorts them, and torch's own pytree does not.
+    The keys of a dict come in any order, because optree sorts them and torch's own pytree does not.
 
     Args:
-        leaves: A strategy for the leaves; None draws small float32 tensors of ordinary numbers,
-            whose sums round (those of ``exact_trees`` do not).
+        leaves: A strategy for the leaves. None draws small float32 tensors of ordinary numbers,
+            whose sums round. For exact sums see ``exact_trees``.
 
     Example:
         >>> from hypothesis import find
@@ -98,12 +98,13 @@ def exact_trees(
     The rule: all numbers are integers times one power of two, with integers up to
     ``2**digits / terms``.
 
-    float32 has 24 digits, float16 11, bfloat16 8 and float64 53. Most integers are about as large
-    as that, so that a sum in a narrower dtype rounds.
+    float32 has 24 digits, float16 11, bfloat16 8 and float64 53. Most integers are close to that
+    limit, so sums in a narrower dtype round.
 
     Args:
-        copies: How many trees.
-        terms: How many of them, repeated or not, have an exact sum; None stands for ``copies``.
+        copies: The number of trees.
+        terms: The number of trees, counting repetitions, up to which a sum is exact; None for
+            ``copies``.
         dtype: The dtype of all leaves and of the sums, real and floating-point.
 
     Example:
@@ -138,13 +139,13 @@ def _exact_trees(draw: st.DrawFn, copies: int, most: int, dtype: torch.dtype) ->
 def batches(  # noqa: D417
     draw: st.DrawFn, rows: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """A batch of integers, one row per sample: ``"x"``, ``"tokens"`` and ``"mask"``.
+    """Batches of integers with one row per sample: ``"x"``, ``"tokens"`` and ``"mask"``.
 
-    ``"x"`` holds numbers from -15 to 15, and ``"tokens"`` int64 from 0 to 4; both have one to
-    three columns. ``"mask"`` is int64 and holds ``weights(rows)``.
+    ``"x"`` holds whole numbers from -15 to 15, and ``"tokens"`` int64 from 0 to 4; both have one to
+    three columns. ``"mask"`` is int64 of shape (rows,), drawn by ``weights(rows)``.
 
     Args:
-        rows: How many samples; 0 is allowed.
+        rows: The number of samples; 0 is allowed.
         dtype: The dtype of ``"x"``.
 
     Example:
@@ -164,12 +165,12 @@ def batches(  # noqa: D417
 
 
 def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
-    """Weights of n samples or microbatches: whole numbers, many of them 0, and sometimes all.
+    """Lists of n whole-number weights of samples or microbatches, many 0 and sometimes all.
 
-    They shrink to ones: where a failing example has a zero, it takes a zero to fail.
+    They shrink to ones, so a zero in a failing example is needed for the failure.
 
     Args:
-        n: How many weights.
+        n: The number of weights.
         most: The largest weight, at least 1; 2**40 is as exact as 1, with weights in float64.
 
     Example:

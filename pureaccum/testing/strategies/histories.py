@@ -1,6 +1,6 @@
 """Ways to accumulate a batch: any cut, any order, any number of states, any tree of merges.
 
-And what may go wrong on the way: a microbatch of NaN, inf, or numbers that overflow later.
+Faults can happen on the way: a microbatch of NaN, inf, or numbers that overflow later.
 """
 
 import itertools
@@ -24,10 +24,10 @@ State = TypeVar("State")
 def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
     """Every way to cut n samples into microbatches; it shrinks to one microbatch.
 
-    The rule: the lists of numbers whose sum is n, all above zero unless ``empty``.
+    The rule: the lists of ints whose sum is n, all above zero unless ``empty``.
 
     Args:
-        n: How many samples.
+        n: The number of samples.
         empty: Whether microbatches may have no samples.
 
     Example:
@@ -47,14 +47,14 @@ def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
 
 
 def pieces(batch: trees.Tree, sizes: Sequence[int]) -> list[trees.Tree]:
-    """Cut a batch into microbatches of those sizes.
+    """Cut a batch into microbatches of the given sizes.
 
     The rule: ``torch.split(x, sizes)`` of every tensor ``x``; the parts are views.
 
     Args:
-        batch: A tree whose tensors have one row per sample; what is no tensor goes to each part.
-        sizes: The samples of each microbatch, as ``compositions`` draws them: their sum is the
-            samples of the batch, and some may be 0.
+        batch: A tree whose tensors have one row per sample. Other leaves go to every part.
+        sizes: The samples of each microbatch, as ``compositions`` draws them: some may be 0, and
+            their sum is the number of samples.
 
     Example:
         >>> import torch
@@ -74,10 +74,10 @@ def pieces(batch: trees.Tree, sizes: Sequence[int]) -> list[trees.Tree]:
 def merge_trees(n: int) -> st.SearchStrategy[MergeTree]:
     """Every way to merge n states, two at a time and in any order, as nested pairs.
 
-    It shrinks to merging one after the other: ``((0, 1), 2)``. One state is the int 0.
+    It shrinks to merging one after another: ``((0, 1), 2)``. A single state is the int 0.
 
     Args:
-        n: How many states, at least one.
+        n: The number of states, at least one.
 
     Example:
         >>> from hypothesis import find
@@ -103,15 +103,15 @@ def _merge_trees(draw: st.DrawFn, n: int) -> MergeTree:
 def merge_along(
     tree: MergeTree, states: Sequence[State], merge: Callable[[State, State], State]
 ) -> State:
-    """Merge states as a tree says.
+    """Merge states in the order of a merge tree.
 
-    The rule: an int ``i`` stands for ``states[i]``, and a pair ``(a, b)`` for ``merge`` of what
-    ``a`` and ``b`` stand for.
+    The rule: an int ``i`` is ``states[i]``, and a pair ``(a, b)`` is ``merge`` of the results of
+    ``a`` and ``b``.
 
     Args:
         tree: Nested pairs of positions in ``states``, as ``merge_trees`` draws them.
         states: The states to merge.
-        merge: ``merge(a, b)`` gives one state of two.
+        merge: ``merge(a, b)`` returns one state of two.
 
     Example:
         >>> merge_along(((0, 2), 1), ["a", "b", "c"], lambda a, b: f"({a} {b})")
@@ -127,14 +127,14 @@ def merge_along(
 
 
 class History(NamedTuple):
-    """A way to accumulate a batch.
+    """One way to accumulate a batch.
 
     The rule: cut it, accumulate each group of microbatches into a state, and merge the states.
 
     Attributes:
         sizes: The samples of each microbatch, in the order of the batch.
-        groups: For each state, which microbatches it accumulates, and in which order.
-        merges: How the states are merged, as ``merge_trees`` draws it.
+        groups: For each state, the indices of its microbatches, in the order of their updates.
+        merges: The order in which the states are merged, as ``merge_trees`` draws it.
 
     Example:
         >>> import torch
@@ -157,13 +157,13 @@ class History(NamedTuple):
         batch: trees.Tree,
         donate: bool = False,
     ) -> ledger.AccumState:
-        """Accumulate a batch in that way.
+        """Accumulate a batch in this way, and return the merged state.
 
         Args:
             acc: An accumulator of ``loss_fn(params, batch)``, without aux.
-            params: What is differentiated.
+            params: The parameters to differentiate with respect to.
             batch: A tree with ``sum(sizes)`` samples.
-            donate: Whether each state is given up to the next ``update``.
+            donate: Whether each ``update`` reuses the memory of the state before it.
         """
         parts = pieces(batch, self.sizes)
         states: list[ledger.AccumState] = []
@@ -179,11 +179,11 @@ class History(NamedTuple):
 def histories(draw: st.DrawFn, n: int) -> History:  # noqa: D417
     """Every way to accumulate n samples; it shrinks to one microbatch and one state.
 
-    Microbatches may have no samples, come in any order, and go into any number of states, some of
-    which may stay as ``init`` made them.
+    Microbatches may be empty, come in any order, and go into any number of states. Some states may
+    receive no microbatch.
 
     Args:
-        n: How many samples.
+        n: The number of samples.
 
     Example:
         >>> from hypothesis import find
@@ -201,12 +201,12 @@ def histories(draw: st.DrawFn, n: int) -> History:  # noqa: D417
 
 
 class Fault(NamedTuple):
-    """What goes wrong, and in which microbatch.
+    """A fault in the data of one microbatch.
 
     Attributes:
-        microbatch: The microbatch, counted from 0.
-        kind: ``"nan"`` or ``"inf"``; or ``"overflow"``, the largest number of its dtype, which is
-            finite where its square, or the sum of two, is not.
+        microbatch: The index of the microbatch, from 0.
+        kind: ``"nan"``, ``"inf"`` or ``"overflow"``. The last is the largest number of the dtype,
+            which is finite, but whose square, or sum with itself, is not.
 
     Example:
         >>> fault = Fault(1, "inf")
@@ -218,10 +218,10 @@ class Fault(NamedTuple):
     kind: Literal["nan", "inf", "overflow"]
 
     def spoil(self, microbatches: Sequence[trees.Tree]) -> list[trees.Tree]:
-        """Replace all numbers in the floating-point tensors of one microbatch.
+        """Return microbatches in which the floating-point numbers of the faulty one are replaced.
 
-        Integers stay, tokens as well as a mask. Not every loss changes with them: where the weight
-        is zero or the microbatch has no samples, it need not.
+        Integers stay, both tokens and masks. The loss may still be finite, for example if the
+        weight is zero or the microbatch is empty.
 
         Args:
             microbatches: Trees; none is changed.
@@ -239,10 +239,10 @@ class Fault(NamedTuple):
 
 
 def faults(parts: int) -> st.SearchStrategy[Fault]:
-    """One microbatch that goes wrong; it shrinks to a NaN in the first.
+    """Faults in one of several microbatches; they shrink to a NaN in the first.
 
     Args:
-        parts: How many microbatches there are, at least one.
+        parts: The number of microbatches, at least one.
 
     Example:
         >>> from hypothesis import find

@@ -1,8 +1,8 @@
-"""Small random models with exact arithmetic, and what their full batch gives.
+"""Small random models with exact arithmetic, and the full-batch result of each.
 
-Every number on the way, forward and backward, is an integer that float32 holds (or a multiple of
-a quarter, after ties of maxima). Then any split, order and merge tree has to give the same bits as
-the full batch, and one wrong bit is a fault.
+Every intermediate number, forward and backward, is an integer that float32 holds (or a multiple of
+a quarter, after ties of maxima). So any split, order and merge tree must give the same bits as the
+full batch, and one wrong bit is a fault.
 """
 
 import itertools
@@ -26,7 +26,7 @@ KINDS: tuple[Kind, ...] = ("sum", "mean", "weighted")
 
 
 def reduction(kind: Kind) -> Reduction:
-    """The argument ``reduction`` that goes with a kind of loss; ``Weighted`` overrides any.
+    """The ``reduction`` argument for a kind of loss; ``Weighted`` overrides any.
 
     Args:
         kind: One of ``KINDS``: ``"sum"``, ``"mean"`` or ``"weighted"``.
@@ -46,11 +46,12 @@ class ExactModel(NamedTuple):
     Sums over samples are exact, and so are means over a number of samples that is a power of two.
 
     Attributes:
-        name: What kind of model it is.
-        per_row: ``per_row(params, batch)`` gives one loss per sample; ``larger=`` replaces
+        name: The kind of model.
+        per_row: ``per_row(params, batch)`` returns one loss per sample. ``larger=`` replaces
             ``torch.maximum``.
         params: A tree of float32 tensors.
-        batch: The target ``"y"``, an int64 ``"mask"`` with zeros, and ``"x"`` or ``"tokens"``.
+        batch: A dict with the target ``"y"``, an int64 ``"mask"`` with zeros, and ``"x"`` or
+            ``"tokens"``.
 
     Example:
         >>> batch = {"y": torch.tensor([1.0, 2.0, 6.0]), "mask": torch.tensor([1, 1, 0])}
@@ -66,15 +67,15 @@ class ExactModel(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The samples of the batch."""
+        """The number of samples in the batch."""
         return len(self.batch["y"])
 
     def loss(self, kind: Kind) -> Callable[[trees.Tree, dict[str, Tensor]], Any]:
-        """The loss ``loss_fn(params, batch)``, to go with ``reduction(kind)``.
+        """Return the loss ``loss_fn(params, batch)``, for use with ``reduction(kind)``.
 
         Args:
-            kind: The ``"sum"`` of the samples, their ``"mean"``, or their mean ``"weighted"`` by
-                the mask, which is a ``Weighted``.
+            kind: The ``"sum"`` over samples, their ``"mean"``, or ``"weighted"``: their mean
+                weighted by the mask, as a ``Weighted``.
         """
 
         def sum_(params: trees.Tree, batch: dict[str, Tensor]) -> Tensor:
@@ -90,9 +91,9 @@ class ExactModel(NamedTuple):
         return {"sum": sum_, "mean": mean, "weighted": weighted}[kind]
 
     def full_batch(self, kind: Kind) -> tuple[trees.Tree, Tensor]:
-        """The gradients, all of them dense, and the value in float64, by torch.func at once.
+        """Return the full-batch gradients by torch.func, all dense, and the value in float64.
 
-        What is ``"weighted"`` is divided once.
+        A ``"weighted"`` result is divided once.
 
         Args:
             kind: As for ``loss``.
@@ -111,14 +112,15 @@ class ExactModel(NamedTuple):
 
 
 def losses(samples: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
-    """Random small models with exact arithmetic: an MLP, a convnet or an embedding.
+    """Small random models with exact arithmetic: an MLP, a convnet or an embedding.
 
-    Their numbers are as large as exactness allows, so that a sum in half precision is noticed;
-    they shrink to a single linear layer with numbers from -1 to 3.
+    Their numbers are as large as exactness allows, so a sum in half precision shows. They shrink to
+    a single linear layer with numbers from -1 to 3.
 
     Args:
-        samples: How many the batch has, at least one. Some hundred leave no room for large numbers.
-        sparse: Whether embeddings with sparse gradients are drawn, too.
+        samples: The number of samples in the batch, at least one. Several hundred leave no room for
+            large numbers.
+        sparse: Whether to draw embeddings with sparse gradients too.
 
     Example:
         >>> from hypothesis import HealthCheck, given, settings
