@@ -36,7 +36,7 @@ class AccumulatorInit(Protocol):
     """Begins to accumulate."""
 
     def __call__(self, params: trees.Tree) -> AccumState:
-        """The identity: a state of zeros."""
+        """Make the identity: a state of zeros."""
         ...
 
 
@@ -51,7 +51,7 @@ class AccumulatorUpdate(Protocol):
         donate: bool = False,
         weights: Any = None,
     ) -> Any:
-        """The state with one more microbatch, or ``(state, aux)``."""
+        """Add a microbatch: the state, or ``(state, aux)``."""
         ...
 
 
@@ -59,7 +59,7 @@ class AccumulatorMerge(Protocol):
     """Adds two states."""
 
     def __call__(self, a: AccumState, b: AccumState) -> AccumState:
-        """One state of two, in any order and grouping."""
+        """Merge two states, in any order and grouping."""
         ...
 
 
@@ -67,7 +67,7 @@ class AccumulatorFinalize(Protocol):
     """Divides the sums."""
 
     def __call__(self, state: AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
-        """The gradients and the value: sums divided once."""
+        """Divide the sums once: the gradients and the value."""
         ...
 
 
@@ -175,7 +175,7 @@ def accumulator(
     )
 
     def init(params: trees.Tree) -> AccumState:
-        """The identity: a state of zeros."""
+        """Make the identity: a state of zeros."""
         leaves = checks.read_params(params)[0]
         count = len(leaves) if squares else None
         with checks.outside_inference_mode():
@@ -184,16 +184,16 @@ def accumulator(
     def update(
         state: AccumState, params: trees.Tree, *args: Any, donate: bool = False, weights: Any = None
     ) -> Any:
-        """The state with one more microbatch, or ``(state, aux)``."""
+        """Add a microbatch: the state, or ``(state, aux)``."""
         return _update(making, state, params, args, donate, weights)
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
-        """One state of two, in any order and grouping."""
+        """Merge two states, in any order and grouping."""
         names = "the first state's grads", "the second state's grads"
         return ledger.merged(ledger.read_state(a), ledger.read_state(b), squares, names)
 
     def finalize(state: AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
-        """The gradients and the value: sums divided once."""
+        """Divide the sums once: the gradients and the value."""
         by = losses.divisor(ledger.read_state(state).weight, ledger.plain_sum(state, reduction))
         value = losses.mean_value(state.total, by)
         (sums, spec), own = trees.flatten(state.grads), donate and modes.may_write()

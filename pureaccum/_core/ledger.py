@@ -26,21 +26,22 @@ from .weights import Microbatch
 
 @states.loadable
 class AccumState(NamedTuple):
-    """What has been accumulated so far: tensors, all of them sums over the microbatches.
+    """The sums over the microbatches so far, all of them tensors.
 
     Attributes:
         grads: A tree like params: sums of (weight * gradient), float32 at least.
         total: Sum of (weight * loss), float64.
-        weight: Sum of weights, float64: samples, or what ``Weighted`` says. A plain
-            ``reduction="sum"`` has nothing to divide by and leaves it at zero. Of a sum of
-            ``Weighted`` a vector: how much of each term's weight was there, 1 in the end.
-        microbatches: How many updates there were, skipped ones included.
+        weight: Sum of weights, float64: samples, or the weight of ``Weighted``. Zero for a plain
+            ``reduction="sum"``, which is not divided. For a sum of ``Weighted``, a vector with the
+            share of each term's weight that has arrived; it ends at 1.
+        microbatches: How many updates there were, including skipped ones.
         skipped: How many of them ``nonfinite="skip"`` left out.
         nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
             anywhere in the gradient for ``"skip"``.
-        weighted: How many were ``Weighted``, which ``reduction="sum"`` has to know in the end.
-        squares: With ``squares=True``, a float64 vector, for ``noise_scale``: of each leaf the sum
-            of |weight * gradient|² / weight, last how many microbatches had weight; else ``()``.
+        weighted: How many were ``Weighted``; ``reduction="sum"`` needs that at the end.
+        squares: With ``squares=True`` a float64 vector for ``noise_scale``: for each leaf the sum
+            of |weight * gradient|² / weight, and last the number of microbatches with any weight.
+            Otherwise ``()``.
 
     Example:
         >>> import torch

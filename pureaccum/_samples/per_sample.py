@@ -75,8 +75,8 @@ def per_sample_grad(
         keep_batch_dim: Whether ``func`` receives each sample as a batch of one, with its dim 0, so
             that you can use the loss of a batch as it is.
         randomness: As for ``torch.func.vmap``.
-        engine: ``"vmap"``, or ``"autograd"``, which takes the samples of a chunk one by one, and
-            the outputs of each, and runs what vmap or torch.func refuses.
+        engine: ``"vmap"``, or ``"autograd"``, which runs losses that vmap or torch.func refuses:
+            it differentiates the samples of a chunk, and the outputs of each, one at a time.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
 
     Returns:

@@ -101,7 +101,7 @@ class StepInit(Protocol):
     """Begins a run."""
 
     def __call__(self, params: trees.Tree, buffers: trees.Tree = None, seed: int = 0) -> TrainState:
-        """The first state, of copies."""
+        """Make the first state, of copies."""
         ...
 
 
@@ -111,7 +111,7 @@ class StepOverBatch(Protocol):
     def __call__(
         self, state: TrainState, batch: trees.Tree, *shared: Any
     ) -> tuple[TrainState, StepInfo]:
-        """The next state, and what happened."""
+        """Return the next state, and a record of what happened."""
         ...
 
 
@@ -125,7 +125,7 @@ class StepOverStream(Protocol):
         *shared: Any,
         weights: Any = None,
     ) -> tuple[TrainState, StepInfo]:
-        """The next state, and what happened."""
+        """Return the next state, and a record of what happened."""
         ...
 
 
@@ -133,7 +133,7 @@ class StepBegin(Protocol):
     """Begins a window."""
 
     def __call__(self, state: TrainState) -> StepWindow:
-        """An empty window."""
+        """Begin an empty window."""
         ...
 
 
@@ -149,7 +149,7 @@ class StepUpdate(Protocol):
         offset: int | None = None,
         weights: Any = None,
     ) -> Any:
-        """The window with one more microbatch, or ``(window, aux)``."""
+        """Add a microbatch: the window, or ``(window, aux)``."""
         ...
 
 
@@ -157,7 +157,7 @@ class StepApply(Protocol):
     """Ends a window."""
 
     def __call__(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
-        """The next state, and what happened."""
+        """Return the next state, and a record of what happened."""
         ...
 
 
@@ -165,7 +165,7 @@ class StepMerge(Protocol):
     """Merges two windows."""
 
     def __call__(self, a: StepWindow, b: StepWindow) -> StepWindow:
-        """One window of two, of which the first came first."""
+        """Merge two windows, of which the first came first."""
         ...
 
 

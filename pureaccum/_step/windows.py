@@ -29,7 +29,7 @@ from .state import StepInfo, StepWindow, TrainState
 
 @plans.recording
 def begin_window(plan: plans.Plan, state: TrainState) -> StepWindow:
-    """An empty window, with the buffers that its first microbatch is given."""
+    """Begin a window: empty, with the buffers for its first microbatch."""
     ranks.refuse_derivative(plan)  # of all ranks: one may have no microbatch
     params = plans.read_train_state(plan, state)
     plans.begun_by(plan, state, params)
@@ -52,7 +52,7 @@ def update_window(
     offset: int | None = None,
     weights: Any = None,
 ) -> Any:
-    """The window with one more microbatch, or ``(window, aux)``."""
+    """Add a microbatch to a window: the window, or ``(window, aux)``."""
     plan = with_weights(plan, state, weights)
     if shared:
         plan = microbatch_loss.sharing(plan, shared)
@@ -178,7 +178,7 @@ def step_over_stream(
     *shared: Any,
     weights: Any = None,
 ) -> tuple[TrainState, StepInfo]:
-    """One step over the microbatches of a stream; ``more`` adds one of them, and its aux."""
+    """Take a step over the microbatches of a stream; ``more`` adds one of them, and its aux."""
     if isinstance(microbatches, (torch.Tensor, Mapping, str)) or not isinstance(
         microbatches, Iterable
     ):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -196,7 +196,7 @@ def step_over_stream(
 
 @plans.recording
 def merge_windows(plan: plans.Plan, a: StepWindow, b: StepWindow) -> StepWindow:
-    """One window of two, of which the first came first."""
+    """Merge two windows, of which the first came first."""
     names = "the first window", "the second window"
     for window, what in zip((a, b), names, strict=True):
         checks.check_state(window, StepWindow, "this step", what)
@@ -220,7 +220,7 @@ def merge_windows(plan: plans.Plan, a: StepWindow, b: StepWindow) -> StepWindow:
 def apply_window(
     plan: plans.Plan, state: TrainState, window: StepWindow
 ) -> tuple[TrainState, StepInfo]:
-    """The next state, and what happened."""
+    """Apply a window: the next state, and a record of what happened."""
     return applied_window(plan, state, window)
 
 
