@@ -34,10 +34,10 @@ MEANINGS = {  # words of the compiler about a line, and what they mean for it: t
     "item()": f"it reads {NUMBER} from a tensor. Keep the value a tensor",
     "tolist": f"it reads {NUMBER} from a tensor. Keep the value a tensor",
     "on data-dependent": f"it needs {NUMBER}. Keep the value a tensor",
-    "dynamic shape operator": f"the size of its result is {NUMBER}. Use a mask, which keeps the size (torch.where, or "
-    "Weighted)",
-    "higher order operator": "it changes an object outside the graph of the loop, such as a list. Return the value as aux "
-    "(has_aux=True)",
+    "dynamic shape operator": f"the size of its result is {NUMBER}. Use a mask, which keeps "
+    "the size (torch.where, or Weighted)",
+    "higher order operator": "it changes an object outside the graph of the loop, such as a "
+    "list. Return the value as aux (has_aux=True)",
     "builtin operator": NOTHING_ELSE,
 }
 RAISED = re.compile(r"""raised exception \w+\((["'])(.*?)\1\)""")

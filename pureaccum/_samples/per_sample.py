@@ -196,7 +196,7 @@ def per_sample_accumulator(  # noqa: D417
     def init(params: trees.Tree) -> AccumState:
         """The state of no samples."""
         leaves, _ = checks.read_params(params)
-        taker = "per_sample_grad is what takes them, with reduce=..."
+        taker = "Use per_sample_grad with reduce=..., which takes them."
         dtensors.refuse_sharded(leaves, "params", taker)
         with checks.outside_inference_mode():
             like = chunks.like_transformed(how.transform, params)
@@ -238,11 +238,11 @@ def _on_this_rank(
     """This rank's samples of the batches, all else whole, and the ranks over which samples lie."""
     why = ""
     if modes.transform_active():
-        why = "torch.func's transforms do not see through them."
+        why = "torch.func transforms do not see through them. Call this outside of any transform."
     elif reductions.is_reducer(reduce):
-        why = "a Reducer of yours cannot be added up over ranks; 'sum', 'mean', 'moments' can."
+        why = "Your own Reducer cannot be summed over ranks. Use 'sum', 'mean' or 'moments'."
     if why:
-        raise ValueError(f"the arguments hold DTensors, and {why}")
+        raise ValueError(f"the arguments hold DTensors. {why}")
     at = checks.positions(batches, len(args), "batch_argnums")
     over = sharded_rows.rows_over([x for i in at for x in trees.tree_leaves(args[i])])
     its = [

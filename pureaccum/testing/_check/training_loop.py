@@ -106,15 +106,15 @@ def _read(
         isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)
     ):
         raise TypeError(
-            f"optimizer is of type {type(optimizer).__name__}; expected a function that makes one, "
-            "anew for each call: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
+            f"optimizer is of type {type(optimizer).__name__}; expected a function that makes a "
+            "new one for each call: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
         )
     if max_norm is not None:
         max_norm = checks.check_number(
             max_norm, "max_norm", "a number above zero", lambda it: it > 0
         )
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("model has no parameter that requires a gradient: nothing would move.")
+        raise ValueError("model has no parameter that requires a gradient, so nothing would move.")
     flat = batches.read_batch(batch)
     check.need_two(batches.rows_to_cut(flat, one_by_one=True))
     subject = Subject(loss_fn=loop, params={}, batch=flat, seeds=itertools.repeat(0))
@@ -194,15 +194,18 @@ class _Examination:
     def check_moved(self, full: list[Tensor]) -> None:
         if not self.steps:
             raise ValueError(
-                "the loop never called optimizer.step() of the optimizer that it was given, so "
-                "there is nothing to compare. Does it use another one?"
+                "the loop never called optimizer.step() of the optimizer that it got, so there is "
+                "nothing to compare. Likely cause: it uses another one."
             )
         if not trees.all_finite(full):
-            raise ValueError("over the whole batch the parameters become inf or NaN in float64.")
+            raise ValueError(
+                "the parameters become inf or NaN in float64 over the whole batch, so there is "
+                "nothing to compare with."
+            )
         if not any(bool(x.any()) for x in full):
             raise ValueError(
-                "over the whole batch no parameter moves. Does the loop train another model than "
-                "the one that it is given, or zero the gradients before the step?"
+                "no parameter moves over the whole batch. Likely cause: the loop trains another "
+                "model than the one that it gets, or zeroes the gradients before the step."
             )
 
     def unclipped(self) -> Diagnosis | None:
