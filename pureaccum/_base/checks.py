@@ -209,8 +209,8 @@ def check_state(
     expected: type[S],
     owner: str,
     root: str = "state",
-    cause: str = "Likely cause: the state comes from another configuration, or the arguments are in "
-    "another order.",
+    cause: str = "Likely cause: the state comes from another configuration, or the arguments are "
+    "in another order.",
 ) -> S:
     """The state itself, or an error that says what its owner expects."""
     if not isinstance(state, expected):

@@ -182,7 +182,7 @@ def rate_at(lr: Any, count: Tensor, name: str = "the schedule") -> Tensor:
     if not isinstance(number, float):
         raise TypeError(
             f"{name} returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
-            "computed from the number of applied steps. A schedule without a return?"
+            "computed from the number of applied steps. Likely cause: a schedule without a return."
         )
     if torch.compiler.is_dynamo_compiling():
         raise TypeError(

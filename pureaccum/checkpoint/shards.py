@@ -179,9 +179,7 @@ def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
         error = raised
     told: list[Any] = [None] * dist.get_world_size()
     says = error if isinstance(error, OSError | None) else OSError(f"{error!r}")
-    with claims.between_ranks(
-        "Earlier checkpoints are unchanged.", "What was saved before is as it was."
-    ):
+    with claims.between_ranks("the checkpoint was not saved", "Earlier checkpoints are unchanged."):
         dist.all_gather_object(told, (result, says))
     if error is not None:
         raise error

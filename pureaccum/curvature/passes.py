@@ -139,7 +139,7 @@ def check_vector(params: trees.Tree, args: tuple[Any, ...]) -> None:
     dtensors.refuse_sharded(
         leaves,
         "params",
-        "Curvature needs params that each rank holds whole. Pass those, and group=....",
+        "Curvature needs params that each rank holds whole. Pass those, with group.",
     )
     if not args:
         raise TypeError("the product was called with params alone; expected (params, *args, v).")
