@@ -73,9 +73,9 @@ class Donated(Refusing):
     """A tensor whose memory was given away."""
 
     reason: ClassVar[str] = (
-        "this tensor belongs to a donated state (donate=True), and its memory now belongs to the "
-        "state that the call returned. Use the returned state, or omit donate if you still need "
-        "the old one."
+        "this tensor belongs to a state that was given up with donate=True. Its memory now belongs "
+        "to the state that the call returned. Use the returned state, or leave donate out if you "
+        "still need the old one."
     )
 
 
@@ -83,9 +83,9 @@ class Spoiled(Refusing):
     """A donated tensor after an error in the middle of the work on it."""
 
     reason: ClassVar[str] = (
-        "this tensor belongs to a donated state (donate=True), and the call that got it failed "
-        "after it had changed some of its numbers. Start again from a state that was not donated, "
-        "or from init."
+        "this tensor belongs to a state that was given up with donate=True to a call that failed "
+        "in the middle, after it had changed some of the numbers. Start again from a state that "
+        "was not donated, or from init."
     )
 
 

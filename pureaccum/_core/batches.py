@@ -150,12 +150,12 @@ def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
             raise TypeError(
                 f"{trees.paths(batch.spec, root)[i]} is a nested tensor of layout {x.layout}, "
                 "which a compiled graph cannot split into samples. Pass its microbatches to "
-                "step.window, or omit compile."
+                "step.window, or leave compile out."
             )
         if type(x) in (list, tuple):
             raise TypeError(
                 f"{_listed(batch, root, i)}. A compiler would treat it as a constant and "
-                "recompile for every batch. Leave it out of the batch, or omit compile."
+                "recompile for every batch. Leave it out of the batch, or leave compile out."
             )
 
 

@@ -222,7 +222,7 @@ def _followed(leaves: list[Tensor], engine: Engine) -> engines.Way:
     )
     if engine == "autograd":
         raise RuntimeError(
-            "engine='autograd' does not work under a torch.func transform, torch.compile or "
+            "engine='autograd' cannot run under a torch.func transform, torch.compile or "
             "make_fx. Use engine='func' or 'auto'."
         )
     return as_they_are(leaves)

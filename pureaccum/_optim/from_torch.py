@@ -222,7 +222,7 @@ def _check_class(cls: Any) -> None:
 def _refuse_transforms(cls: type, tensors: list[Tensor]) -> None:
     if modes.transform_active() or functorch.any_tangent(tensors):
         raise RuntimeError(
-            f"from_torch({cls.__name__}) does not work under a torch.func transform, "
+            f"from_torch({cls.__name__}) cannot run under a torch.func transform, "
             "torch.compile or forward AD, because the class changes parameters in place and reads "
             "numbers on the host. Use sgd, adam or adamw."
         )

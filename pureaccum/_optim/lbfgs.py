@@ -191,7 +191,7 @@ def _read(params: trees.Tree) -> trees.Flat:
     )
     if modes.transform_active() or functorch.any_tangent(leaves):
         raise RuntimeError(
-            "lbfgs does not work under a torch.func transform, vmap, torch.compile or forward AD, "
+            "lbfgs cannot run under a torch.func transform, vmap, torch.compile or forward AD, "
             f"because it decides by numbers that the host reads. {way_out}"
         )
     return leaves, spec

@@ -68,8 +68,8 @@ def _sentence(name: str, x: Any, before: list[Any]) -> str:
         f"dtype=torch.{DTYPES[kind]}), in an argument after the batch: step(state, batch, t). It "
         "promotes as a tensor: it leaves floats that have dimensions in their dtype, widens those "
         "that have none, and is a float32 where an int64 is divided. A policy casts it. For a "
-        "size, a range or a branch, which need a Python number, use only these values, or omit "
-        "compile."
+        "size, a range or a branch, which need a Python number, use only these values, or leave "
+        "compile out."
     )
 
 
@@ -90,7 +90,7 @@ def check_compilable(rule: seams.Rule, settings: Any) -> None:
     if rule.engine == "autograd":
         raise ValueError(
             "engine='autograd' does not work with compile, because a graph is made with "
-            "torch.func. For checkpoints, omit compile. Or use engine='func' without checkpoints: "
+            "torch.func. For checkpoints, leave compile out. Or use engine='func' without checkpoints: "
             "a graph recomputes cheap operations by itself."
         )
     if rule.nonfinite == "raise":
