@@ -243,8 +243,8 @@ def check_same_structure(
     else:
         what = f"the containers are {came} instead of {expected}"
     raise ValueError(
-        f"{came_root} does not have the structure of {expected_root}: {what} (got {len(have)} "
-        f"leaves, expected {len(want)}). {cause}"
+        f"{came_root} does not have the structure of {expected_root}: {what} (leaves: got "
+        f"{len(have)}, expected {len(want)}). {cause}"
     )
 
 

@@ -90,8 +90,8 @@ def check_compilable(rule: seams.Rule, settings: Any) -> None:
     if rule.engine == "autograd":
         raise ValueError(
             "engine='autograd' does not work with compile, because a graph is made with "
-            "torch.func. For checkpoints, leave compile out. Or use engine='func' without checkpoints: "
-            "a graph recomputes cheap operations by itself."
+            "torch.func. For checkpoints, leave compile out. Or use engine='func' without "
+            "checkpoints: a graph recomputes cheap operations by itself."
         )
     if rule.nonfinite == "raise":
         raise ValueError(

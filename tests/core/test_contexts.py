@@ -193,7 +193,7 @@ def jagged(rows):
 
 
 not_nested = of_rows(lambda rows: rows.square().mean())
-ENGINE = "engine='autograd' can"
+ENGINE = "Use engine='autograd'"
 REFUSED = {
     "an old Function": Refused(
         of_weight(Old.apply), "setup_context staticmethod", (ENGINE, "a custom Function"), doubled
@@ -220,7 +220,7 @@ REFUSED = {
     ),
     "retain_grad": Refused(of_weight(retained), "Tensor.retain_grad()", (ENGINE,), doubled),
     "its own backward": Refused(
-        differentiates_itself, "backward() called", ("leave .backward() out",), squares
+        differentiates_itself, "backward() called", ("Remove .backward()",), squares
     ),
     "packed sequences": Refused(
         recurrent(lambda rows: pack_padded_sequence(rows, torch.full((rows.shape[1],), 3))),

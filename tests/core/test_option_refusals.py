@@ -99,7 +99,9 @@ def test_what_names_no_argument_or_one_twice_is_refused(make, given, error, word
 @pytest.mark.parametrize("make", [pa.grad, pa.value])
 def test_a_batch_passed_by_keyword_is_not_found(make):
     loss = Loss(squares)
-    with refused(ValueError, "batch_argnums names argument 1", "passed by position", loss=loss):
+    with refused(
+        ValueError, "batch_argnums names argument 1", "Pass batches by position", loss=loss
+    ):
         make(loss, microbatch_size=2)(PARAMS, batch=make_batch())
 
 

@@ -171,7 +171,7 @@ def test_random_numbers_of_a_gramian_come_from_keys():
 @pytest.mark.parametrize("of", [pa.per_sample_grad, pa.gramian])
 def test_a_write_to_what_is_captured_is_refused_and_not_done(of):
     seen = torch.zeros(2)
-    with refused(RuntimeError, "writes to a tensor that is no argument", given=(seen, PARAMS)):
+    with refused(RuntimeError, "writes to a tensor that is not an argument", given=(seen, PARAMS)):
         of(lambda p, row: out(p, row) + seen.add_(row["x"]))(PARAMS, BATCH)
 
 
@@ -310,9 +310,9 @@ NORMS = {
     "empty": ({}, TypeError, ("max_norm is {}",)),
 }
 TREES = {
-    "missing": ({"w": 1.0}, ("no prefix of params", "extra key(s): ['b']")),
-    "deeper": ({"w": {"v": 1.0}, "b": 1.0}, ("no prefix of params", "max_norm['w']")),
-    "list": ([1.0, 1.0], ("no prefix of params", "list")),
+    "missing": ({"w": 1.0}, ("not a prefix of params", "extra key(s): ['b']")),
+    "deeper": ({"w": {"v": 1.0}, "b": 1.0}, ("not a prefix of params", "max_norm['w']")),
+    "list": ([1.0, 1.0], ("not a prefix of params", "list")),
 }
 
 
@@ -344,7 +344,7 @@ def test_samples_of_a_batch_without_rows_have_gradient_zero(func, engine):
     clipped = pa.clipped_sum(called, 1.0, engine=engine)(PARAMS, empty)
     assert_trees_bitwise_equal(clipped, (zeros, torch.zeros(0)))
     for options in ({"has_aux": True}, {"metrics": lambda grad, value: value}):
-        with refused(ValueError, "no samples", "need one sample", loss=called):
+        with refused(ValueError, "no samples", "at least one sample", loss=called):
             pa.per_sample_grad(called, engine=engine, **options)(PARAMS, empty)
     assert called.calls == 0
 
@@ -371,10 +371,10 @@ def started(**options):
 def test_states_of_other_params_are_refused(key, width, reduce):
     acc, state = started(reduce=reduce)
     other = acc.init({"b": PARAMS["b"], key: torch.ones(width)})
-    with refused(ValueError, "state", "belongs to the params", given=other):
+    with refused(ValueError, "state", "that init made from these params", given=other):
         acc.update(other, PARAMS, BATCH)
     for pair in ((state, other), (other, state)):
-        with refused(ValueError, "state", "belongs to the params", given=pair):
+        with refused(ValueError, "state", "that init made from these params", given=pair):
             acc.merge(*pair)
 
 

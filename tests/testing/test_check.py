@@ -209,7 +209,7 @@ def to_csr(x):
         return x.to_sparse_csr()
 
 
-NO_GRADIENT, SPLITS = "A loop returns the gradient", [[[4, 5]], [[8, 0]], [[]], [[8]], [], [4, 4]]
+NO_GRADIENT, SPLITS = "Return the gradient", [[[4, 5]], [[8, 0]], [[]], [[8]], [], [4, 4]]
 REFUSED = [  # in place of the arguments of a loss that fits
     (TypeError, "loss_fn is of type int", {"loss_fn": 3}),
     (TypeError, "params", {"params": torch.ones(3, dtype=torch.int64)}),
