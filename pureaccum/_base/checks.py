@@ -124,10 +124,10 @@ def positions(
         argnums = tuple(argnum for argnum in argnums if -count <= argnum < count)
     for argnum in argnums:
         if not -count <= argnum < count:
+            advice = " Pass batches by position, or use batch_argnums=() if there is none."
             raise ValueError(
                 f"{name} names argument {argnum}, but the call passed {count} positional "
-                "arguments. Pass batches by position. If the function takes no batch, use "
-                "batch_argnums=()."
+                f"arguments.{advice if name == 'batch_argnums' else ''}"
             )
     found = tuple(argnum % count for argnum in argnums)
     if len(set(found)) < len(found):

@@ -281,8 +281,8 @@ def sizes_of_batch(
     """The samples of every microbatch, or an error where a list of them is not of this batch."""
     if isinstance(size, list) and sum(size) != rows:
         raise ValueError(
-            f"{name} is {size}, which adds up to {sum(size)} samples; the batch has {rows}. Pass "
-            "the samples of every microbatch of this batch, or one number for all batches."
+            f"{name}={size} adds up to {sum(size)} samples; the batch has {rows}. Pass the samples "
+            "of every microbatch of this batch, or one number for all batches."
         )
     return sizes_of(rows, size)
 

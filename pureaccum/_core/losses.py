@@ -222,10 +222,13 @@ def advise_on_arguments(
     whole = [(i, x) for i, x in enumerate(args) if own.isdisjoint((i, i - len(args)))]
     for i, x in (*whole, *((i, x) for i, x in kwargs.items() if i not in own)):
         if rows and (more := _rows_said(error, x) - rows):
+            by_name = any(isinstance(j, str) for j in (*batches, i))
+            named = "name it in batch_argnums, or in batch_argnames of microbatch"
+            way_out = named if by_name else f"pass batch_argnums={(*batches, i)}"
             refusals.add_once(
                 error,
-                f"argument {i!r} has {max(more)} samples, which go to each microbatch whole. For "
-                "samples of the batch set batch_argnums; of a step, put them into it.",
+                f"argument {i!r} has {max(more)} samples, and every microbatch gets all of them. If "
+                f"they belong to the batch, {way_out}. For a step, put them into the batch.",
             )
     if NO_GRAPH in str(error):
         refusals.add_once(

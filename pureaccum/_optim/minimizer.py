@@ -54,7 +54,7 @@ def asked(
         came = f"{len(got)} values" if isinstance(got, (tuple, list)) else f"a {type(got).__name__}"  # pyright: ignore
         raise TypeError(
             f"func returned {came}; expected (grads, value), as pa.grad_and_value(loss) returns "
-            "them. Likely cause: pa.grad, which returns no value."
+            "them. pa.grad returns no value."
         )
     cause = "func(params) must return (grads, value), in this order, with a gradient for each leaf."
     terms = updates.fitting_gradients(got[0], like, "the grads of func", cause)

@@ -107,7 +107,11 @@ def of_arguments(
 
     def call(params: trees.Tree, *rest: Any) -> Any:
         given = dict(zip(at, (params,) if alone else params, strict=True))
-        return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
+        try:
+            return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
+        except Exception as error:
+            losses.advise_on_arguments(error, (), {})
+            raise
 
     return args[at[0]] if alone else tuple(args[i] for i in at), call
 

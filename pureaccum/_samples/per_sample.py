@@ -206,7 +206,8 @@ def per_sample_accumulator(  # noqa: D417
     def update(state: AccumState, params: trees.Tree, *args: Any, donate: bool = False) -> Any:
         """The state with the samples of one more batch, and aux and metrics if there are any."""
         ledger.check_squares(ledger.read_state(state), squares)
-        call, given = lambda params, *args: func(params, *args[1:]), (params, *args)
+        given = params, *args
+        _, call = chunks.of_arguments(func, (0,), True, given, {})
         seen, beside = chunks.sampled(call, params, given, (0,), batches, how, known)
         in_place = donate and modes.may_write()
         with checks.outside_inference_mode():

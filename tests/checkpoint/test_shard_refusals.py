@@ -309,7 +309,7 @@ def loads_another(folder, rank, world):
     pa.save(f"{folder}/other", spread(TREE, 100))
     like = spread(LIKE)
     with pytest.raises(
-        ValueError, match="is not the same checkpoint on all ranks. Likely cause: another path"
+        ValueError, match=r"is not the same checkpoint on all ranks\. Likely cause: another path"
     ):
         pa.load(f"{folder}/{'other' if rank else 'run'}", like)
     assert_trees_bitwise_equal(pa.load(f"{folder}/run", like)["w"].full_tensor(), TREE["w"])

@@ -243,8 +243,8 @@ REFUSED = {
     "an assignment to data": Refused(
         of_weight(swapped), "`.data`", (ENGINE,), of_weight(lambda w: w + w.detach())
     ),
-    "nested tensors": Refused(nested, "NestedTensorImpl", (ENGINE, "pad"), not_nested),
-    "jagged tensors": Refused(of_rows(jagged), "values backward", (ENGINE, "pad"), not_nested),
+    "nested tensors": Refused(nested, "NestedTensorImpl", (ENGINE, "Padding"), not_nested),
+    "jagged tensors": Refused(of_rows(jagged), "values backward", (ENGINE, "Padding"), not_nested),
     "a module's buffers": Refused(
         of_rows(lambda rows: NORM(rows).square().mean()),
         "mutate a captured Tensor",
@@ -253,7 +253,7 @@ REFUSED = {
     "the batch": Refused(
         lambda p, b: squares(p, {"x": b["x"].mul_(2)}),
         "mutate a captured Tensor",
-        ("x = x.clone()", "was given"),
+        ("x = x.clone()", "got as an argument"),
     ),
 }
 

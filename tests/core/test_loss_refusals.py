@@ -193,6 +193,7 @@ def test_a_loss_that_fails_on_rows_is_told_which_argument_may_be_a_batch(call, l
         call(loss, W, x, y)
     (note,) = [note for note in notes_of(caught.value) if "batch_argnums" in note]
     assert "argument 2 has 16 samples" in note
+    assert "pass batch_argnums=(1, 2)" in note
     assert torch.isfinite(loss(W, x, y))
 
 
@@ -343,7 +344,9 @@ def test_a_tree_of_words_without_an_aux_is_refused():
     how = {"loss": "mean"}
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, buffers="freeze", aux_reduction=how)
     state = step.init(PARAMS, {"n": torch.ones(1)})
-    with refused(ValueError, f"aux_reduction={how!r}", "no aux", "has_aux=True", given=state):
+    with refused(
+        ValueError, f"aux_reduction={how!r}", "aux without leaves", "has_aux=True", given=state
+    ):
         step(state, make_batch())
 
 

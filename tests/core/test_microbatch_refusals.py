@@ -109,7 +109,7 @@ OUTPUTS = {  # what is called on samples, and words of the error
     ),
     "a constant that varies": (
         micro(lambda w, x: (x, "first" if FIRST(x) else "other")),
-        "'other' after 'first'",
+        "'other', but was 'first'",
     ),
     "rows along a dim that it does not have": (
         lambda w, x: micro(lambda x: x[0, 0], batch_argnums=0, dim=-3)(torch.ones(4, 1, 2)),
@@ -129,7 +129,7 @@ def of_another_look(reduce, what):
 
     came = ("(1,)", "(2,)") if reduce != "concat" else ("(2, 1)", "(2, 2)")
     came = came if what == "shape" else ("torch.float64", "torch.float32")
-    return micro(func, reduce=reduce), "out", *came, "microbatch before"
+    return micro(func, reduce=reduce), "out", *came, "earlier microbatch"
 
 
 OUTPUTS |= {

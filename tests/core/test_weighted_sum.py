@@ -583,7 +583,7 @@ REFUSED = {
     "out of a microbatched function": (
         lambda w, b: pa.microbatch(loss, microbatch_size=2, reduce="sum")(w, b),
         TypeError,
-        ("out of a microbatched function", "sum(means)"),
+        ("the result of a microbatched function", "sum(means)"),
     ),
     "noise": (
         lambda w, b: once(pa.make_step(loss, pa.sgd(1.0), noise=True, microbatch_size=2), w, b),
@@ -595,7 +595,7 @@ REFUSED = {
             torch.stack([w, w]), b
         ),
         RuntimeError,
-        ("nonfinite='skip'", "sum of Weighted", "takes its weights along"),
+        ("nonfinite='skip'", "sum of Weighted", "whose weights to leave out"),
     ),
     "skip, compiled": (
         lambda w, b: once(

@@ -75,7 +75,7 @@ def test_calls(make):
         make(microbatch_size="auto", stream=True)
     with saying(ValueError, "reduction is 'max'"):
         make(reduction="max")(PARAMS, BATCH, V)
-    with saying(TypeError, "args[1] is a dict", "iterable of batches", "no stream"):
+    with saying(TypeError, "args[1] is a dict", "iterable of batches", "stream=True"):
         make(stream=True)(PARAMS, BATCH, V)
     with saying(TypeError, "args[1] is a Tensor", "iterable of batches"):
         make(stream=True)(PARAMS, BATCH["x"], V)
@@ -93,9 +93,9 @@ def test_streams_that_do_not_end_together():
     x, y = BATCH["x"], BATCH["x"][:, 0]
     params, v = {"w": PARAMS["w"]}, {"w": V["w"]}
     assert product(params, [x, x], iter([y, y]), v)[1]["w"].isfinite().all()
-    with saying(ValueError, "args[2] has no batch 1, counted from 0, and args[1] has one"):
+    with saying(ValueError, "args[2] has no batch 1, counted from 0, but args[1] has one"):
         product(params, [x, x], [y], v)
-    with saying(ValueError, "args[1] has no batch 2, counted from 0, and args[2] has one"):
+    with saying(ValueError, "args[1] has no batch 2, counted from 0, but args[2] has one"):
         product(params, iter([x, x]), [y] * 3, v)
 
 

@@ -56,7 +56,7 @@ def functions():
     grads, value = of_batch(PARAMS)
     for came, error, *words in (
         (grads, TypeError, "func returned a dict", "(grads, value)"),
-        ((grads, value, value), TypeError, "func returned 3 things"),
+        ((grads, value, value), TypeError, "func returned 3 values"),
         (
             ({"w": grads["w"]}, value),
             ValueError,
@@ -237,7 +237,7 @@ def test_a_rate_that_is_not_finite_is_not_applied_and_one_of_zero_stays():
 
 def test_lbfgs_says_so_under_forward_ad_and_in_graphs():
     opt = MINIMIZERS["lbfgs"]
-    state, words = opt.init(PARAMS), ("lbfgs cannot run under", "the host reads", "sam can")
+    state, words = opt.init(PARAMS), ("lbfgs cannot run under", "the host reads", "adamw or sam")
     with forward_ad.dual_level():
         dual = {name: forward_ad.make_dual(x, torch.ones_like(x)) for name, x in PARAMS.items()}
         with refused(RuntimeError, *words):

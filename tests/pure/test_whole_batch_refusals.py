@@ -314,7 +314,7 @@ def test_options_of_a_module_that_make_no_sense_are_refused():
             pa.functional(module, microbatch_size=size)
     with refused(ValueError, "keep is 'disk'; expected 'device' or 'host'"):
         pa.functional(module, microbatch_size=3, keep="disk")
-    with refused(ValueError, "microbatch_size is [3, 3], which adds up to 6 samples", "has 4"):
+    with refused(ValueError, "microbatch_size=[3, 3] adds up to 6 samples", "has 4"):
         calls(module, size=[3, 3])
 
 

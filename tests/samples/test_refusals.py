@@ -16,7 +16,7 @@ from tests.samples.problems import engines, looped
 
 
 pytestmark = pytest.mark.faults
-STATISTICS = "normalises with the statistics of a whole batch"
+STATISTICS = "normalises with the statistics of the whole batch"
 BATCH, OTHER = make_batch(5), make_batch(3)
 
 
@@ -62,7 +62,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_losses_that_vmap_refuses_run_by_the_other_engine(name):
-    with refused(RuntimeError, "engine='autograd'", "torch said", given=(PARAMS, BATCH)):
+    with refused(RuntimeError, "engine='autograd'", "torch says", given=(PARAMS, BATCH)):
         pa.per_sample_grad(REFUSED[name])(PARAMS, BATCH)
     with pytest.raises(RuntimeError, match="engine='autograd'") as caught:
         pa.per_sample_grad(REFUSED[name], chunk_size=3)(PARAMS, BATCH)
@@ -86,7 +86,7 @@ def test_what_cannot_be_followed_is_written_out(name, size):
     if name == "a transform of a leaf":
         engines.append("vmap")
     else:
-        with refused(RuntimeError, "engine='autograd'", "torch said", given=(PARAMS, BATCH)):
+        with refused(RuntimeError, "engine='autograd'", "torch says", given=(PARAMS, BATCH)):
             pa.gramian(func, chunk_size=size)(PARAMS, BATCH, other=OTHER)
     for engine in engines:
         of = pa.gramian(func, chunk_size=size, engine=engine)
@@ -199,6 +199,26 @@ def test_an_error_of_the_loss_comes_out_as_it_is(name, engine):
     assert words[0][-5:] == words[1][-5:]
 
 
+@engines
+def test_what_apply_returns_is_a_pair_for_samples_too(engine):
+    fn = pa.functional(nn.Linear(3, 1))
+    x = torch.ones(5, 3)
+
+    def mean(params, x):
+        return nn.functional.mse_loss(fn.apply(params, (), x), x)
+
+    acc = pa.per_sample_accumulator(mean, engine=engine)
+    for run in (
+        lambda: pa.per_sample_grad(mean, engine=engine)(fn.params, x),
+        lambda: pa.gramian(mean, engine=engine)(fn.params, x),
+        lambda: acc.update(acc.init(fn.params), fn.params, x),
+    ):
+        with saying((TypeError, AttributeError), "tuple") as caught:
+            run()
+        (note,) = caught.value.__notes__
+        assert "out, new_buffers" in note
+
+
 def test_an_error_of_the_function_of_a_gramian_comes_out_as_it_is():
     with saying(KeyError, "missing"):
         pa.gramian(lambda p, row: p["missing"])(PARAMS, BATCH)
@@ -261,8 +281,16 @@ ARGUMENTS = {
     "metric": ({"metrics": "nrm"}, TypeError, ("metrics is 'nrm'", "'norm'")),
     "overlap": ({"batch_argnums": (0, 1)}, ValueError, ("argument 0", "batch_argnums")),
     "float metrics": ({"metrics": lambda *_: FLOATS}, TypeError, ("metrics['n'] is a float",)),
-    "float gradient": ({"transform": lambda _: FLOATS}, TypeError, ("transform returned['n']",)),
-    "float aux": ({"has_aux": True}, TypeError, ("aux['n'] is a float", "one for each sample")),
+    "float gradient": (
+        {"transform": lambda _: FLOATS},
+        TypeError,
+        ("the result of transform['n']",),
+    ),
+    "float aux": (
+        {"has_aux": True},
+        TypeError,
+        ("aux['n'] is a float", "one tensor for each sample"),
+    ),
 }
 
 
@@ -286,7 +314,7 @@ OTHERS = {
     "one for two": ({"batch_argnums": (1, 2)}, OTHER, ValueError, ("other is a dict", "tuple of")),
     "one": ({"batch_argnums": (1,)}, OTHER, ValueError, ("other is a dict", "a tuple of 1")),
     "a number": ({}, 3, ValueError, ("other holds no tensor", "samples")),
-    "a tensor": ({}, torch.ones(3, 2), ValueError, ("other has the structure", "same kind")),
+    "a tensor": ({}, torch.ones(3, 2), ValueError, ("other has the structure", "as in the batch")),
     "no rows": ({}, {"x": torch.tensor(1.0)}, ValueError, ("other['x'] is a 0-d tensor", "row")),
     "rows": ({}, {"x": torch.ones(3, 2), "y": torch.ones(2)}, ValueError, ("other", "samples")),
 }
