@@ -227,8 +227,8 @@ def advise_on_arguments(
             way_out = named if by_name else f"pass batch_argnums={(*batches, i)}"
             refusals.add_once(
                 error,
-                f"argument {i!r} has {max(more)} samples, and every microbatch gets all of them. If "
-                f"they belong to the batch, {way_out}. For a step, put them into the batch.",
+                f"argument {i!r} has {max(more)} samples, and every microbatch gets all of them. "
+                f"If they belong to the batch, {way_out}. For a step, put them into the batch.",
             )
     if NO_GRAPH in str(error):
         refusals.add_once(

@@ -147,8 +147,8 @@ def chain(*parts: Any) -> updates.Optimizer:
         if not isinstance(state, tuple) or len(state) != len(parts):
             came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
             raise TypeError(
-                f"{root} is {came}; expected the tuple of {len(parts)} states that this chain's "
-                "init or its last call returned. Likely cause: the state comes from another "
+                f"{root} is {came}; a chain of {len(parts)} parts expects the tuple of states that "
+                "its init or its last call returned. Likely cause: the state comes from another "
                 "configuration."
             )
         return partial(begin, optimizer.check(state[-1], params, f"{root}[{len(maps)}]"))

@@ -380,7 +380,7 @@ _BETWEEN = (
     "BatchNorm layers."
 )
 _DIFFERS = (
-    "module ({}) differs for {} samples from its trace, which was made with {}: {}. Likely "
+    "module ({}) computes for {} samples another result than its trace of {} samples: {}. Likely "
     "causes: its result depends on how many samples a microbatch has, or on numbers that torch "
     "does not show. Use torch's operations on all samples at once, or omit microbatch_size to "
     "take the batch whole."

@@ -325,9 +325,9 @@ class Recorder(TorchFunctionMode):
         if frame is not None:
             file, number = frame.f_code.co_filename, frame.f_lineno
             code = linecache.getline(file, number).strip()
-            line = f", at {Path(file).name} line {number} (`{code}`),"
+            line = f" This is at {Path(file).name} line {number}: `{code}`."
         where = where if isinstance(where, str) else self.place(where)
-        self.refusal = self.refusal or f"{where}{line} {what}. {_WAYS_OUT}"
+        self.refusal = self.refusal or f"{where} {what}.{line} {_WAYS_OUT}"
         raise RefusedError(self.refusal)
 
 

@@ -312,7 +312,7 @@ def test_a_number_in_the_group_can_be_replaced():
 
 
 def test_only_classes_that_need_a_closure_are_refused():
-    with refused(ValueError, "LBFGS cannot", "closure", "line search"):
+    with refused(ValueError, "LBFGS cannot", "closure", "evaluates the loss again"):
         pa.from_torch(torch.optim.LBFGS)
     for name, cls in CLASSES.items():
         if name != "LBFGS":

@@ -120,7 +120,7 @@ def parts():
     yield partial(pa.partition, {}, str), ValueError, words
     for label in ("none", None, 3):
         opt = pa.partition({"a": pa.sgd(0.1), "b": pa.sgd(0.1)}, lambda path, it=label: it)
-        words = (f"label_of_path('b') is {label!r}", "one of ['a', 'b']")
+        words = (f"label_of_path('b') returned {label!r}", "one of ['a', 'b']")
         yield partial(opt.init, PARAMS), ValueError, words
     # keys with dots in them: one of the leaves would be left out without a word
     params = {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}
@@ -190,9 +190,9 @@ def misfits():
         ):
             other, words = params | changed, (f"has shape {tuple(leaves(changed)[0].shape)}",)
             held = state._replace(**{name: getattr(opt.init(other), name)})
-            more = (f"state.{name}{path} {words[0]}", "params has", BELONGS)
+            more = (f"state.{name}{path} {words[0]}", "as in params", BELONGS)
             yield opt, (PARAMS, held, params), ValueError, more
-            more = (f"grads{path} {words[0]}", "params has", yet)
+            more = (f"grads{path} {words[0]}", "as in params", yet)
             yield opt, (other, state, params), ValueError, more
         held = state._replace(**{name: getattr(opt.init(less), name)})
         missing = "['in'][0] is missing"
@@ -209,7 +209,7 @@ def misfits():
     # A cast would drop the imaginary parts.
     adam = pa.from_torch(torch.optim.Adam)
     for opt in (*(opt for opt, _ in STATEFUL.values()), adam):
-        words = ("grads['w'] is torch.complex64", "torch.float32 there", "to be real")
+        words = ("grads['w'] is torch.complex64", "torch.float32 there", "a real gradient")
         grads = params | {"w": params["w"] * 1j}
         yield opt, (grads, opt.init(params), params), TypeError, words
     for opt, other, came, expected in (
@@ -292,7 +292,7 @@ def test_a_class_whose_state_changes_its_structure_is_refused(donate):
     with refused(ValueError, *words, given=() if donate else (params, state)):
         opt.apply(PARAMS, state, params, donate=donate)
     for x in leaves((params, state)) if donate else ():
-        with saying(RuntimeError, "failed in the middle", "changed already"):
+        with saying(RuntimeError, "failed in the middle", "changed some of the numbers"):
             x + 1
 
 
@@ -357,7 +357,7 @@ def test_an_error_in_the_middle_of_the_leaves_loses_nothing(make, flag, donate, 
     with unchanged(*(() if donate else (params, state)), grads), pytest.raises(RuntimeError):
         opt.apply(grads, state, params, applied=flag, donate=donate)
     for x in leaves((params, state)) if donate else ():
-        with saying(RuntimeError, "failed in the middle", "changed already"):
+        with saying(RuntimeError, "failed in the middle", "changed some of the numbers"):
             x + 1
 
 
@@ -394,7 +394,7 @@ OTHERS = {
     "turns": (
         TypeError,
         a_map(lambda grads: grads | {"w": grads["w"] * 1j}),
-        ("its grads['w'] is torch.complex64", "to be real"),
+        ("its grads['w'] is torch.complex64", "a real gradient"),
     ),
     "forgets": (
         ValueError,

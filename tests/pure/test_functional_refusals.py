@@ -172,7 +172,9 @@ def test_what_is_no_state_of_a_module_is_refused(change, words):
 
 
 def test_a_parameter_that_a_module_does_not_have_is_refused():
-    with refused(ValueError, "params['w'] is not a parameter of the module. The state of another"):
+    with refused(
+        ValueError, "params['w'] is not a parameter of the module. Likely cause: the state"
+    ):
         functional(nn.ReLU()).apply({"w": X}, (), X)
 
 

@@ -381,8 +381,8 @@ COUNT = {"n": nn.Buffer(torch.zeros(3))}
 REFUSED = {
     "a branch on numbers": (
         lambda: norm(nn.Sequential(Gate())),
-        "module.2.0 (Gate) cannot be cut at its BatchNorm layers: what it computes must not depend "
-        "on the numbers that it is given (bool), at test_whole_batch_refusals.py line ",
+        "module.2.0 (Gate) cannot be cut at its BatchNorm layers: its result must not depend on "
+        "numbers of its input (bool). This is at test_whole_batch_refusals.py line ",
         ": `if x.sum() > 0:`",
         "torch.overrides.wrap_torch_function",
     ),
