@@ -241,7 +241,7 @@ def check_same_structure(
     elif extra:
         what = f"{extra} is not in {expected_root}"
     else:
-        what = f"the containers are {came} instead of {expected}"
+        what = f"the containers differ, got {came}, expected {expected}"
     raise ValueError(
         f"{came_root} does not have the structure of {expected_root}: {what} (leaves: got "
         f"{len(have)}, expected {len(want)}). {cause}"

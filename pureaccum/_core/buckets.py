@@ -179,7 +179,7 @@ def group_of(group: Any) -> Any:
         )
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "this process is not a rank of group. Call this only on the ranks of the group."
+            "this process is not a rank of the group. Leave the call to the ranks of the group."
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(

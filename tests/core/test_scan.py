@@ -384,7 +384,7 @@ BAD = {
     "another structure": (
         lambda c, x: ({"h": c["h"]}, x),
         ValueError,
-        ("carry", "'n'", "is missing", "keeps its structure"),
+        ("carry", "'n'", "is missing", "like the one that func gets"),
     ),
     "another shape": (
         lambda c, x: (c | {"h": c["h"][:2]}, x),

@@ -253,7 +253,7 @@ def one_bit_in_all_leaves():
             leaf = leaves[large[i]] = leaves[large[i]].clone()
             leaf.view(-1).view(torch.uint8)[-1] ^= 1
         state = optree.tree_unflatten(spec, leaves)
-        refused(lambda: step(state, BATCH), "the same: state", state)  # noqa: B023
+        refused(lambda: step(state, BATCH), "the same values: state", state)  # noqa: B023
     agree_again()
 
 
