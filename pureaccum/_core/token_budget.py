@@ -120,8 +120,9 @@ def _read(lengths: Any, most: int) -> list[int]:
     for i, length in enumerate(each):
         if length > most:
             raise ValueError(
-                f"lengths[{i}] is {length}; expected at most max_tokens={most}, because a sample "
-                "has to fit into a microbatch. Truncate or split it, or allow more tokens."
+                f"lengths[{i}] is {length}; expected at most max_tokens={most}, because that "
+                "sample alone is too long for a microbatch. Truncate or split it, or allow more "
+                "tokens."
             )
     return each
 

@@ -185,6 +185,6 @@ def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
         raise error
     for rank, (_, failure) in enumerate(told):
         if failure is not None:
-            failure.add_note(f"pureaccum: rank {rank} raised this, so no rank saved anything.")
+            failure.add_note(f"pureaccum: raised on rank {rank}, so no rank saved anything.")
             raise failure
     return [result for result, _ in told]

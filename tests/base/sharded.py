@@ -265,7 +265,7 @@ def looks_uphill(layout):
         assert_near((dparams, new), (params, state))
     for name, x in dparams.items():
         assert list(x.placements) == LAYOUTS[layout][0][name]
-    with refused(ValueError, "DTensors", "lbfgs", "sam can"):
+    with refused(ValueError, "DTensors", "lbfgs", "adamw or sam"):
         pa.lbfgs().init(dparams)
 
 
@@ -358,7 +358,7 @@ def parameters_are_averaged(layout):
     }
     got = average.update(state, moved)
     assert_trees_bitwise_equal(gathered(got), average.update(want, params))
-    with refused(ValueError, "params['b1'] is plain", "state.params has a DTensor"):
+    with refused(ValueError, "params['b1'] is plain", "expected a DTensor, as in state.params"):
         average.update(state, params)
 
 

@@ -116,7 +116,7 @@ def test_what_makes_no_step_and_no_state_is_refused(call, error, words):
 @pytest.mark.parametrize("field", pa.Policy._fields)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bf16", True, 16])
 def test_a_policy_holds_dtypes_from_its_construction_on(field, dtype):
-    words = f"Policy({field}={dtype!r})", "floating-point dtype or None"
+    words = f"policy.{field} is {dtype!r}", "floating-point dtype or None"
     with refused(TypeError, *words):
         pa.Policy(**{field: dtype})
     with refused(TypeError, *words):

@@ -246,7 +246,7 @@ REFUSED = {
     ),
     "other shapes": said(
         renamed([NAMES[2], NAMES[1], NAMES[0], NAMES[3]]),
-        r"\(2, 4\) as 'exp_avg' for '0.weight', and .* a tensor of \(4, 3\)",
+        r"\(2, 4\) as 'exp_avg' for '0.weight'; expected a tensor of \(4, 3\)",
     ),
     "uneven steps": said(
         with_state(lambda kept: kept["step"].add_(2)),
@@ -260,7 +260,7 @@ REFUSED = {
     ),
     "something else": said(
         with_state(lambda kept: kept.pop("square_avg"), torch.optim.RMSprop),
-        r"keeps \['step'\] for '2.bias', and state.opt_state \['square_avg', 'step'\]",
+        r"keeps \['step'\] for '2.bias'; expected \['square_avg', 'step'\]",
         optimizer=RMSPROP,
     ),
     "the optimizer itself": said(
@@ -367,7 +367,7 @@ def test_settings_are_compared_as_numbers(betas, decay):
     pa.import_state(state, optimizer=state_dict | {"param_groups": [group]})
     group |= {"weight_decay": decay + 0.5}
     with pytest.raises(
-        ValueError, match=r"has weight_decay=.*, and state\.opt_state\[1\] was made"
+        ValueError, match=r"has weight_decay=.*, but state\.opt_state\[1\] was made"
     ):
         pa.import_state(state, optimizer=state_dict | {"param_groups": [group]})
 
