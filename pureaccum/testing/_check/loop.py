@@ -199,8 +199,8 @@ def _sums_divided(k: int) -> report.Diagnosis:
 def _factor(ratio: float) -> report.Diagnosis:
     return report.Diagnosis(
         "factor",
-        f"every microbatch counts {ratio:.6g} times as much as it should: is a scale not undone, a "
-        "division done twice, a gradient clipped?",
+        f"every microbatch counts {ratio:.6g} times as much as it should. Likely cause: a scale "
+        "that is not undone, a division that is done twice, or a clipped gradient.",
         f"grads = grads / {ratio:.6g}",
     )
 

@@ -213,8 +213,8 @@ class _Examination:
             return None
         return Diagnosis(
             "clips nothing",
-            f"gradients of norm {self.norm:.4g} reach the optimizer, and the loop is to clip them "
-            f"to {self.max_norm:g}: what is clipped is not what is stepped with.",
+            f"gradients of norm {self.norm:.4g} reach the optimizer, but max_norm is "
+            f"{self.max_norm:g}: the loop clips other gradients than those that it steps with.",
             "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # parameters, after the "
             "last backward (and scaler.unscale_), before the step",
         )
@@ -296,13 +296,13 @@ _BY_ROWS = Diagnosis(
 )
 _CHANGED = Diagnosis(
     "changed one by one",
-    "the gradient of each microbatch is changed by itself (clipped, projected, compressed), and "
-    "the sum of that is not what the sum of them would become.",
+    "the loop changes the gradient of each microbatch separately (clips, projects or compresses "
+    "it), which differs from changing their sum once.",
     "total += grad  # over all microbatches; and then, once, what is done to it",
 )
 _OPTIMIZER = Diagnosis(
     "optimizer statistics",
-    "the gradients that reach the optimizer are right, and its step is not: it is given squares, "
+    "the gradients that reach the optimizer are right, but its step is not: it gets squares, "
     "norms or projections of microbatches, whose sum is not that of the whole gradient's.",
     "exp_avg_sq += grad**2  # of the sum over all microbatches, once",
 )
