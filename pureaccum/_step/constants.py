@@ -66,10 +66,8 @@ def _sentence(name: str, x: Any, before: list[Any]) -> str:
         "step a Python number is a constant, and each value needs its own graphs. Pass a number "
         f"that changes at every step as a tensor, torch.tensor({x!r}, "
         f"dtype=torch.{DTYPES[kind]}), in an argument after the batch: step(state, batch, t). It "
-        "promotes as a tensor: it leaves floats that have dimensions in their dtype, widens those "
-        "that have none, and is a float32 where an int64 is divided. A policy casts it. For a "
-        "size, a range or a branch, which need a Python number, use only these values, or leave "
-        "compile out."
+        "promotes as a tensor, and a policy casts it. For a size, a range or a branch, use only "
+        "these values, or leave compile out."
     )
 
 

@@ -249,7 +249,7 @@ def test_a_step_takes_a_list_of_sizes(seed, sizes):
 def test_sizes_that_are_not_those_of_the_batch_are_refused(form):
     step = made(form, microbatch_size=[2, 3])
     state = step.init(torch.ones(2))
-    with pytest.raises(ValueError, match="are 5 samples; the batch has 6"):
+    with pytest.raises(ValueError, match="adds up to 5 samples; the batch has 6"):
         step(state, torch.ones(6, 2), teacher(0), 1.0)
     for sizes in ([0, 6], [2.5], [-1, 7], [True]):
         with pytest.raises((TypeError, ValueError), match=r"microbatch_size\[0\] is"):
