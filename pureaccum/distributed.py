@@ -103,7 +103,7 @@ def _check_tensors(tree: trees.Tree, call: str) -> None:
                 f"{' of numbers' if call == 'psum' else ''}."
             )
     dtensors.refuse_sharded(
-        leaves, "the tree", f"{call} takes what a rank holds whole: x.full_tensor()."
+        leaves, "the tree", f"{call} needs values that each rank holds whole. Pass x.full_tensor()."
     )
 
 
@@ -180,26 +180,30 @@ def all_reduce(
     ledger.read_state(state)
     if modes.transform_active():
         raise RuntimeError(
-            "all_reduce came under a transform or torch.compile; reduce what comes out "
-            "of it, or add up what is differentiated by psum."
+            "all_reduce does not work under a transform or torch.compile. Reduce the result "
+            "outside of it, or use psum, which transforms differentiate."
         )
     group = buckets.group_of(group)
     leaves, spec = trees.flatten(state.grads)
     dtensors.refuse_sharded(
-        leaves, "state.grads", "finalize and the step's end add those up over their mesh."
+        leaves,
+        "state.grads",
+        "finalize and the end of a step sum those over their mesh, so leave out all_reduce.",
     )
     for i, leaf in enumerate(leaves):
         if merge is None and leaf.dtype == torch.bool:
             raise TypeError(
-                f"{trees.paths(spec, 'state.grads')[i]} is torch.bool, which has no sum. Pass the "
-                "accumulator's own merge=acc.merge, which knows what becomes of it."
+                f"{trees.paths(spec, 'state.grads')[i]} is torch.bool, which has no sum. Pass "
+                "merge=acc.merge, the accumulator's own, which knows how to add it."
             )
     if merge is not None and async_op:
-        raise ValueError("async_op=True came with merge, which has to wait for every rank.")
+        raise ValueError(
+            "async_op=True does not work with merge, which has to wait for every rank."
+        )
     call = "all_reduce" if merge is None else "all_reduce(merge=...)"
     cause = (
-        "States that are added up are of the same params, and ranks call the same functions in the "
-        "same order. Another model, or another accumulator, on one of them?"
+        "Sum states of the same params, and call the same functions in the same order on all "
+        "ranks. Likely cause: another model or another accumulator on one of them."
     )
     kinds, device = {"state": state}, state.total.device
     claimed = claims.claim(_AGREED, call, kinds, {}, device, cause, whole=False)

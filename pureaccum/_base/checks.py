@@ -93,8 +93,8 @@ def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that sums have at least: float32 where nothing was said."""
     if dtype not in (None, torch.float32, torch.float64):
         raise ValueError(
-            f"dtype is {dtype}; expected torch.float32 or torch.float64: a sum in fewer bits stops "
-            "growing (4096 times 0.01 in bfloat16 is 4)."
+            f"dtype is {dtype}; expected torch.float32 or torch.float64. A sum in fewer bits "
+            "stops growing: 4096 times 0.01 in bfloat16 is 4."
         )
     return dtype or torch.float32
 
@@ -124,14 +124,16 @@ def positions(
         argnums = tuple(argnum for argnum in argnums if -count <= argnum < count)
     for argnum in argnums:
         if not -count <= argnum < count:
+            advice = " Pass batches by position, or use batch_argnums=() if there is none."
             raise ValueError(
-                f"{name} names argument {argnum}, but the function got {count} positional "
-                "arguments. Batches are passed by position; a function without one takes "
-                "batch_argnums=()."
+                f"{name} names argument {argnum}, but the call passed {count} positional "
+                f"arguments.{advice if name == 'batch_argnums' else ''}"
             )
     found = tuple(argnum % count for argnum in argnums)
     if len(set(found)) < len(found):
-        raise ValueError(f"{name}={argnums!r} names an argument twice; expected each once.")
+        raise ValueError(
+            f"{name} is {argnums!r}, which names an argument twice; expected each argument once."
+        )
     return found
 
 
@@ -139,9 +141,10 @@ def check_disjoint(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> 
     """Check that no argument is both differentiated and cut."""
     for both in sorted(set(argnums) & set(batch_argnums)):
         raise ValueError(
-            f"argument {both} is named by argnums and by batch_argnums; what is differentiated is "
-            "the same for every microbatch, and what is cut is not. For gradients with respect to "
-            "the inputs use microbatch_size=None, or torch.func.vmap(torch.func.grad(...))."
+            f"argument {both} is named by argnums and by batch_argnums. A differentiated argument "
+            "is the same for every microbatch, but a batch argument is split. For gradients with "
+            "respect to the inputs, use microbatch_size=None or "
+            "torch.func.vmap(torch.func.grad(...))."
         )
 
 
@@ -153,8 +156,8 @@ def read_params(params: trees.Tree, root: str = "params") -> tuple[list[Tensor],
     leaves, spec = trees.flatten(params)
     if not leaves:
         raise ValueError(
-            f"{root} has no leaves, so there is nothing to differentiate. Is every parameter of "
-            "the module frozen (requires_grad=False)?"
+            f"{root} has no leaves, so there is nothing to differentiate. Likely cause: every "
+            "parameter of the module is frozen (requires_grad=False)."
         )
     plain = not torch.compiler.is_dynamo_compiling() and dtensors.PLAIN.issuperset(
         map(type, leaves)
@@ -166,21 +169,22 @@ def read_params(params: trees.Tree, root: str = "params") -> tuple[list[Tensor],
             if containers.open_tree(params, root)[1] != spec:  # whose classes are known from now on
                 return read_params(params, root)
             raise TypeError(
-                f"{trees.paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. What "
-                "is not differentiated (a setting, a module) goes in another argument of the "
-                "function; a module's parameters are dict(module.named_parameters())."
+                f"{trees.paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. "
+                "Pass settings and modules in another argument of the function. Pass the "
+                "parameters of a module as dict(module.named_parameters())."
             )
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise TypeError(
                 f"{trees.paths(spec, root)[i]} is {leaf.dtype}; expected a floating-point or "
-                "complex tensor, since an integer has no gradient. A buffer or an index among the "
-                "parameters? Pass it in another argument of the function."
+                "complex tensor, because an integer has no gradient. Likely cause: a buffer or an "
+                "index among the parameters. Pass it in another argument of the function."
             )
     i = dtensors.first_partial(leaves)
     if i is not None:
         raise ValueError(
-            f"{trees.paths(spec, root)[i]} is a DTensor that is Partial: no rank has its numbers, "
-            "only terms of them. Redistribute it: param.redistribute(placements=[Replicate()])."
+            f"{trees.paths(spec, root)[i]} is a DTensor with a Partial placement, so each rank "
+            "holds only a term of the sum. Redistribute it: "
+            "param.redistribute(placements=[Replicate()])."
         )
     return leaves, spec
 
@@ -205,7 +209,8 @@ def check_state(
     expected: type[S],
     owner: str,
     root: str = "state",
-    cause: str = "A state of another configuration? Arguments in another order?",
+    cause: str = "Likely cause: the state comes from another configuration, or the arguments are "
+    "in another order.",
 ) -> S:
     """The state itself, or an error that says what its owner expects."""
     if not isinstance(state, expected):
@@ -236,10 +241,10 @@ def check_same_structure(
     elif extra:
         what = f"{extra} is not in {expected_root}"
     else:
-        what = f"the containers differ: {came} against {expected}"
+        what = f"the containers differ, got {came}, expected {expected}"
     raise ValueError(
-        f"{came_root} does not have the structure of {expected_root}: {what} "
-        f"({len(have)} leaves came, {len(want)} were expected). {cause}"
+        f"{came_root} does not have the structure of {expected_root}: {what} (leaves: got "
+        f"{len(have)}, expected {len(want)}). {cause}"
     )
 
 
@@ -249,7 +254,7 @@ def check_fits(
     like: Sequence[Tensor],
     like_spec: optree.PyTreeSpec,
     names: tuple[str, str],
-    cause: str = "A state belongs to the params that it was made from by init.",
+    cause: str = "Pass a state that init made from these params.",
 ) -> None:
     """Check that two trees have one structure, and each leaf one shape, whatever their dtypes."""
     check_same_structure(like_spec, spec, names[1], names[0], cause)
@@ -265,8 +270,8 @@ def check_fits(
     for i, (leaf, other) in enumerate(zip(leaves, like, strict=True)):
         if leaf.shape != other.shape:
             raise ValueError(
-                f"{trees.paths(spec, names[0])[i]} has shape {tuple(leaf.shape)}; {names[1]} has "
-                f"{tuple(other.shape)} there. {cause}"
+                f"{trees.paths(spec, names[0])[i]} has shape {tuple(leaf.shape)}; expected "
+                f"{tuple(other.shape)}, as in {names[1]}. {cause}"
             )
         if type(leaf) is not type(other) and dtensors.is_sharded(leaf) is not dtensors.is_sharded(
             other
@@ -275,8 +280,8 @@ def check_fits(
                 ("a DTensor", "plain") if dtensors.is_sharded(leaf) else ("plain", "a DTensor")
             )
             raise ValueError(
-                f"{trees.paths(spec, names[0])[i]} is {kind}; {names[1]} has {expected} there. "
-                f"{cause}"
+                f"{trees.paths(spec, names[0])[i]} is {kind}; expected {expected}, as in "
+                f"{names[1]}. {cause}"
             )
 
 
@@ -290,9 +295,10 @@ def refuse_autocast_cache(leaves: list[Tensor]) -> None:
     for device in {leaf.device.type for leaf in leaves}:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             raise RuntimeError(
-                f"autocast for {device!r} is open around this call with its cache on; its cache "
-                "would keep a low-precision copy of every weight for every microbatch. Open "
-                "autocast inside the loss function, or pass cache_enabled=False to it."
+                f"autocast for {device!r} is enabled around this call with its cache on. The "
+                "cache would keep a low-precision copy of every weight for every microbatch. "
+                "Enable autocast inside the loss function, or pass cache_enabled=False to "
+                "autocast."
             )
 
 
@@ -335,9 +341,9 @@ def refuse_without_graph(what: str) -> None:
     if backward is None or not torch.is_grad_enabled():
         return
     raise NoGraphError(
-        f"{what} keeps no graph, and the loss that calls it is differentiated by plain autograd, "
-        "which would take it for a constant. torch.func's transforms, engine='func' and 'auto' "
-        "differentiate it. Where a constant is what it is to be, call it under torch.no_grad()."
+        f"{what} keeps no graph, but plain autograd differentiates the loss that calls it, and "
+        "would treat the result as a constant. Use torch.func transforms, engine='func' or "
+        "engine='auto'. If you want a constant, call it under torch.no_grad()."
     )
 
 

@@ -169,7 +169,7 @@ def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:
     with between_ranks():
         dist.all_gather_object(tables, mine.words(), group=group)
     found = next(filter(None, map(differences, zip(*tables, strict=True))), "their bits differ.")
-    raise ValueError(f"the ranks of the group do not hold the same: {found} {mine.cause}")
+    raise ValueError(f"the ranks of the group do not hold the same values: {found} {mine.cause}")
 
 
 def differences(of_ranks: tuple[Table, ...]) -> str:
@@ -192,16 +192,17 @@ def differences(of_ranks: tuple[Table, ...]) -> str:
 
 @contextmanager
 def between_ranks(
-    what: str = "the sums of the ranks could not be added up",
-    after: str = "The training state before this step is as it was.",
+    what: str = "the ranks could not add up their sums",
+    after: str = "The training state before this step is unchanged.",
 ) -> Generator[None]:
     """Add to an error of a collective what it means here."""
     try:
         yield
     except RuntimeError as error:
         error.add_note(
-            f"pureaccum: {what}. Another rank has died or has raised an error, or did not come to "
-            f"this point, in this group, within its timeout; its own message says more. {after}"
+            f"pureaccum: {what}. Likely cause: another rank died, raised an error, or did not "
+            "reach this point within the timeout of this group. Its own message says more. "
+            f"{after}"
         )
         raise
 

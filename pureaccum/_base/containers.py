@@ -93,8 +93,9 @@ def _check_made(x: Any, root: str) -> None:
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
     else:
-        cause = "what it makes of them has other keys"
+        cause = "the new mapping has other keys"
     raise TypeError(
-        f"{root} holds a {cls.__module__}.{cls.__qualname__}, a mapping that cannot be made again "
-        f"of its own items, as {cls.__name__}({{...}}) ({cause}). Pass dict(...) of it."
+        f"{root} holds a {cls.__module__}.{cls.__qualname__}, a mapping that "
+        f"{cls.__name__}({{...}}) cannot rebuild from its own items ({cause}). Pass dict(...) of "
+        "it."
     )

@@ -104,8 +104,8 @@ def block_of(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     (block,) = x.__create_chunk_list__()  # as torch's own checkpoints ask
     if tuple(block.sizes) != tuple(local(x).shape):
         raise ValueError(
-            f"a DTensor of shape {tuple(x.shape)}, {', '.join(map(str, x.placements))}, is not cut "
-            f"into blocks: this rank holds {tuple(local(x).shape)} of it and not {block.sizes} "
+            f"a DTensor of shape {tuple(x.shape)}, {', '.join(map(str, x.placements))}, is not "
+            f"split into blocks: this rank holds {tuple(local(x).shape)}; expected {block.sizes} "
             f"from {block.offsets} on. Redistribute it to Shard or Replicate first."
         )
     return tuple(block.offsets) or (0,) * x.dim(), tuple(block.sizes)
@@ -182,7 +182,7 @@ def landed(grad: Any, at: Layout | None) -> Tensor | None:
         return grad
     if not is_sharded(grad):
         raise TypeError(
-            f"the gradient of a DTensor came as a {type(grad).__name__}; expected a DTensor."
+            f"the gradient of a DTensor is a {type(grad).__name__}; expected a DTensor."
         )
     replicate = module().Replicate()
     coordinate = at.mesh.get_coordinate()
@@ -342,5 +342,5 @@ def refuse_sharded(leaves: Sequence[Any], root: str, what: str) -> None:
         assert at is not None
         raise ValueError(
             f"{root} holds DTensors (leaf {i}, of shape {tuple(at.shape)}, is "
-            f"{', '.join(map(str, at.placements))}), and {what}"
+            f"{', '.join(map(str, at.placements))}). {what}"
         )

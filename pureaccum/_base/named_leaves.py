@@ -80,8 +80,8 @@ def tree_set(
     """
     if changes is not None and not isinstance(changes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"changes is a {type(changes).__name__}; expected a dict from names to numbers, or "
-            "names as keywords: tree_set(state, lr=0.1)."
+            f"changes is a {type(changes).__name__}; expected a dict from names to numbers. Or "
+            "pass names as keywords: tree_set(state, lr=0.1)."
         )
     leaves, spec = trees.flatten(tree)
     paths = [accessor.codify("") for accessor in spec.accessors()]
@@ -98,7 +98,7 @@ def tree_set(
 def _checked(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise TypeError(
-            f"the name is {name!r}; expected the last part of a path, such as 'lr', or a longer "
+            f"name is {name!r}; expected the last part of a path, such as 'lr', or a longer "
             "ending of it, such as \"['decay'].lr\"."
         )
     return name
@@ -121,16 +121,19 @@ def _ends_in(path: str, name: str) -> bool:
 
 def _sentence(name: str, found: Any, paths: Any, subtrees: Any = ()) -> str:
     if found:
-        return f"{name!r} is the end of {', '.join(found)}; a longer ending tells them apart."
+        return (
+            f"{name!r} is the end of several paths: {', '.join(found)}. Pass a longer ending that "
+            "tells them apart."
+        )
     if any(_ends_in(path, name) for path in subtrees):
         return (
-            f"{name!r} is a subtree and no leaf, which is replaced as a whole: state._replace(...)."
+            f"{name!r} names a subtree, but tree_set replaces leaves only. Use state._replace(...)."
         )
     there = list(dict.fromkeys(path for path in paths if not path.endswith("]"))) or list(paths)
     more = f" and {len(there) - 12} more" if len(there) > 12 else ""
     return (
-        f"nothing has a path that ends in {name!r}; there are {', '.join(there[:12])}{more}. A "
-        "learning rate that is a tensor or a schedule does not stand in a state."
+        f"{name!r} is the end of no path. The paths are {', '.join(there[:12])}{more}. A learning "
+        "rate that is a tensor or a schedule is not stored in a state."
     )
 
 
@@ -142,16 +145,19 @@ def _like(value: Any, old: Any, path: str) -> Any:
     if not isinstance(new, (Tensor, bool, int, float)):
         raise TypeError(
             f"{path} is set to {new!r}, a {type(new).__name__}; expected a number, a tensor, or a "
-            "function of what is there."
+            "function of the old value."
         )
     whole = not (old.is_floating_point() or old.is_complex())
     broken = new.is_floating_point() if isinstance(new, Tensor) else isinstance(new, float)
     if whole and broken:
-        raise TypeError(f"{path} holds whole numbers ({old.dtype}), and is set to {new!r}.")
+        raise TypeError(
+            f"{path} is set to {new!r}; expected a whole number, because the leaf is {old.dtype}."
+        )
     if not isinstance(new, Tensor):
         return torch.full_like(old, new, requires_grad=False)
     if new.shape != old.shape:
         raise ValueError(
-            f"{path} has shape {tuple(old.shape)}, and is set to a tensor of {tuple(new.shape)}."
+            f"{path} is set to a tensor of shape {tuple(new.shape)}; expected {tuple(old.shape)}, "
+            "the shape of the leaf."
         )
     return new.to(old.device, old.dtype, copy=True)

@@ -25,19 +25,19 @@ from .torch_internals import compiler, modes
 
 
 NUMBER = "a number that is known only when the step runs"
-NOTHING_ELSE = "a graph computes on tensors and does nothing else"
+NOTHING_ELSE = "a graph only computes on tensors"
 MEANINGS = {  # words of the compiler about a line, and what they mean for it: the first that fits
-    "branching": f"it decides by {NUMBER}; torch.where takes both sides",
-    "assertion": f"it decides by {NUMBER}; look at what the step returns instead",
-    "logging.logger": f"{NOTHING_ELSE}; return what is to be logged as aux (has_aux=True)",
-    "operator `print`": f"{NOTHING_ELSE}; return what is to be printed as aux (has_aux=True)",
-    "item()": f"it takes {NUMBER} out of a tensor; keep it a tensor",
-    "tolist": f"it takes {NUMBER} out of a tensor; keep it a tensor",
-    "on data-dependent": f"it asks for {NUMBER}; keep it a tensor",
-    "dynamic shape operator": f"the size of its result is {NUMBER}; a mask keeps the size "
-    "(torch.where, or Weighted)",
-    "higher order operator": "it changes something outside the loop that the graph is, such as a "
-    "list; return it as aux (has_aux=True)",
+    "branching": f"it branches on {NUMBER}. Use torch.where, which computes both sides",
+    "assertion": f"it branches on {NUMBER}. Check the result of the step instead",
+    "logging.logger": f"{NOTHING_ELSE}. Return values to log as aux (has_aux=True)",
+    "operator `print`": f"{NOTHING_ELSE}. Return values to print as aux (has_aux=True)",
+    "item()": f"it reads {NUMBER} from a tensor. Keep the value a tensor",
+    "tolist": f"it reads {NUMBER} from a tensor. Keep the value a tensor",
+    "on data-dependent": f"it needs {NUMBER}. Keep the value a tensor",
+    "dynamic shape operator": f"the size of its result is {NUMBER}. Use a mask, which keeps "
+    "the size (torch.where, or Weighted)",
+    "higher order operator": "it changes an object outside the graph of the loop, such as a "
+    "list. Return the value as aux (has_aux=True)",
     "builtin operator": NOTHING_ELSE,
 }
 RAISED = re.compile(r"""raised exception \w+\((["'])(.*?)\1\)""")
@@ -89,28 +89,28 @@ def compiler_refusal(error: BaseException) -> str | None:
     text = str(error)
     if is_limit(error):
         return (
-            "this step was compiled anew again and again: something besides the number of samples "
-            "changes from call to call, and torch's own warning names it. A number that the loss "
-            "reads from around it is a constant of a graph: make it a tensor, which may change, "
-            "torch.tensor(t, dtype=torch.float64), or torch.int64 for an int. Pad what comes in "
-            f"many lengths; keep the order of a dict's keys. The compiler's own words:\n\n{text}"
+            "the compiler stopped because this step was recompiled too often. Besides the number "
+            "of samples, something changes from call to call, and torch's warning names it. A "
+            "number that the loss reads from outside is a constant of a graph. Make it a tensor: "
+            "torch.tensor(t, dtype=torch.float64), or torch.int64 for an int. Pad inputs of many "
+            f"lengths. Keep the order of a dict's keys. The compiler says:\n\n{text}"
         )
     stack = compiler.compiler_stack(error)
     ours = stack and OURS in Path(stack[-1].filename).parents and RAISED.search(text)
     if ours:
-        return f"{ours[2]} The compiler's own words:\n\n{text}"
+        return f"{ours[2]} The compiler says:\n\n{text}"
     theirs = [frame for frame in stack if not _of_a_library(frame.filename)]
     if not theirs:
         return (
-            "torch's compiler failed on this step, which runs without compile=True. Its own "
-            f"words:\n\n{text}"
+            "torch's compiler failed on this step, which runs without compile=True. The compiler "
+            f"says:\n\n{text}"
         )
     at, head = theirs[-1], text[:600].lower()
     found = (why for word, why in MEANINGS.items() if word in head)
     why = next(found, text.strip().splitlines()[0].rstrip("."))
     return (
         f'cannot compile `{at.line}` (File "{at.filename}", line {at.lineno}, in {at.name}): '
-        f"{why}. Without compile=True the step runs as it is. The compiler's own words:\n\n{text}"
+        f"{why}. Without compile=True, the step runs unchanged. The compiler says:\n\n{text}"
     )
 
 
@@ -153,96 +153,109 @@ def is_out_of_memory(error: BaseException) -> bool:
 # vmap, and torch.func's vjp ------------------------------------------------------------------
 
 
-ONE_BY_ONE = "engine='autograd' takes the samples one by one"
+ONE_BY_ONE = "use engine='autograd', which takes samples one at a time"
 STATISTICS = "Batch norm got a batched tensor", "more than 1 value per channel when training"
 RULES = (  # words of torch about vmap, and what they mean: the first that fits
     (
         "randomness error mode",
-        "draws random numbers, and vmap has to be told whether samples share them: "
-        "randomness='different' or 'same'. With a key for each sample of the batch (pa.dropout) "
-        "they do not depend on the chunks either.",
+        "draws random numbers, and vmap has to know whether samples share them. Pass "
+        "randomness='different' or 'same'. Or use a key for each sample of the batch "
+        "(pa.dropout), so that the numbers do not depend on the chunks either.",
     ),
     (
         ".item()",
-        f"takes a number out of a tensor, of which vmap has many: keep it a tensor; {ONE_BY_ONE}.",
+        "reads a number from a tensor, of which vmap has one per sample. Keep the value a tensor, "
+        f"or {ONE_BY_ONE}.",
     ),
     (
         "data-dependent control flow",
-        "decides by a number, which differs from sample to sample: torch.where takes both sides; "
-        f"{ONE_BY_ONE}.",
+        "branches on a number, which differs between samples. Use torch.where, which computes "
+        f"both sides, or {ONE_BY_ONE}.",
     ),
     (
         "doesn't have storage",
-        f"takes numbers out of a tensor, of which vmap has many: keep it a tensor; {ONE_BY_ONE}.",
+        "reads numbers from a tensor, of which vmap has one per sample. Keep the value a tensor, "
+        f"or {ONE_BY_ONE}.",
     ),
     (
         "dynamic shape",
-        "makes a tensor whose size depends on its numbers: a mask keeps the size (torch.where, or "
-        f"Weighted); {ONE_BY_ONE}.",
+        "makes a tensor whose size depends on its numbers. Use a mask, which keeps the size "
+        f"(torch.where, or Weighted), or {ONE_BY_ONE}.",
     ),
     (
         "mutate a captured tensor",
-        "writes to a tensor that is no argument of the loss: a running statistic, a cache. Pass it "
-        "as an argument (pureaccum.functional), or leave it as it is: net.eval().",
+        "writes to a tensor that is not an argument of the loss, such as a running statistic or a "
+        "cache. Pass it as an argument (pureaccum.functional), or leave it unchanged: net.eval().",
     ),
-    ("batching rule", f"calls what torch has no rule for under vmap: {ONE_BY_ONE}."),
-    ("vmap support", f"calls what torch has no rule for under vmap: {ONE_BY_ONE}."),
-    ("setup_context", f"has a custom Function or a checkpoint: {ONE_BY_ONE}."),
-    ("saved tensor hooks", f"has a custom Function or a checkpoint: {ONE_BY_ONE}."),
+    ("batching rule", f"calls an operation without a rule for vmap. Instead, {ONE_BY_ONE}."),
+    ("vmap support", f"calls an operation without a rule for vmap. Instead, {ONE_BY_ONE}."),
+    ("setup_context", f"has a custom Function or a checkpoint. Instead of vmap, {ONE_BY_ONE}."),
+    (
+        "saved tensor hooks",
+        f"has a custom Function or a checkpoint. Instead of vmap, {ONE_BY_ONE}.",
+    ),
 )
 
-BY_AUTOGRAD = "engine='autograd' can (outside of any transform)"
+BY_AUTOGRAD = "Use engine='autograd', outside of any transform"
 ADVICE = (  # words of torch about vjp, what they mean, and the way out
     (
         "saved tensor hooks",
-        "has a checkpoint, or keeps elsewhere what is saved for its backward pass (save_on_cpu)",
-        f"{BY_AUTOGRAD}; a checkpoint takes use_reentrant=False, or is a pa.remat, which runs in "
-        "both engines.",
+        "has a checkpoint, or moves tensors that it saves for its backward pass (save_on_cpu)",
+        f"{BY_AUTOGRAD}. A checkpoint also needs use_reentrant=False. Or use pa.remat, which runs "
+        "in both engines.",
     ),
     (
         "setup_context",
         "has a custom Function without setup_context (a reentrant checkpoint, a module's backward "
         "hook), or redistributes DTensors (from_local, to_local, the hooks of parallelize_module)",
-        f"{BY_AUTOGRAD}; a checkpoint takes use_reentrant=False.",
+        f"{BY_AUTOGRAD}. A checkpoint also needs use_reentrant=False.",
     ),
     (
         "Tensor.requires_grad_()",
-        "has a tensor require grad (a gradient penalty, torch.autograd.functional, transformers' "
-        "gradient_checkpointing_enable)",
-        f"{BY_AUTOGRAD}, and a checkpoint takes {{'use_reentrant': False}}; torch.func.grad, jvp "
-        "and the like inside the loss run in both engines.",
+        "makes a tensor require grad (a gradient penalty, torch.autograd.functional, "
+        "transformers' gradient_checkpointing_enable)",
+        f"{BY_AUTOGRAD}. A checkpoint also needs {{'use_reentrant': False}}. For derivatives "
+        "inside the loss, torch.func.grad, jvp and others run in both engines.",
     ),
-    ("Tensor.retain_grad()", "keeps the gradient of a tensor of its own", f"{BY_AUTOGRAD}."),
+    (
+        "Tensor.retain_grad()",
+        "keeps the gradient of a tensor of its own (retain_grad)",
+        f"{BY_AUTOGRAD}.",
+    ),
     (
         "backward() called",
         "calls .backward()",
-        "What it returns is differentiated here: leave .backward() out. Another network beside "
-        "params is trained by a step of its own.",
+        "Remove .backward(): pureaccum differentiates the value that the loss returns. Train "
+        "another network with its own step.",
     ),
     (
         "doesn't have storage",
-        "asks where a tensor's numbers lie: packed sequences in a recurrent network, .numpy(), "
+        "needs the memory of a tensor: packed sequences in a recurrent network, .numpy(), "
         "data_ptr(), torch.jit.trace",
-        f"{BY_AUTOGRAD}; .item() and .tolist() run in both engines.",
+        f"{BY_AUTOGRAD}. .item() and .tolist() run in both engines.",
     ),
     (
         "Cannot access storage",
-        "asks where a tensor's numbers lie: deepcopy, pickle, nested tensors",
+        "needs the memory of a tensor: deepcopy, pickle, nested tensors",
         f"{BY_AUTOGRAD}.",
     ),
     ("`.data`", "assigns to the .data of a tensor", f"{BY_AUTOGRAD}."),
     (
         "NestedTensorImpl",
         "computes with nested tensors",
-        f"{BY_AUTOGRAD}; padding runs in both.",
+        f"{BY_AUTOGRAD}. Padding runs in both engines.",
     ),
     ("do not have strides", "computes with compressed sparse tensors", f"{BY_AUTOGRAD}."),
-    ("values backward", "computes with nested tensors", f"{BY_AUTOGRAD}; padding runs in both."),
+    (
+        "values backward",
+        "computes with nested tensors",
+        f"{BY_AUTOGRAD}. Padding runs in both engines.",
+    ),
     (
         "mutate a captured Tensor",
-        "writes to a tensor that it was given or holds",
-        "Write to a copy (x = x.clone()), and return as aux what is to be kept. A module's buffers "
-        "go in and out by functional(module).apply, and net.eval() leaves them alone.",
+        "writes to a tensor that it got as an argument or captures",
+        "Write to a copy (x = x.clone()), and return values to keep as aux. Pass the buffers of a "
+        "module through functional(module).apply, or call net.eval(), which leaves them unchanged.",
     ),
 )
 
@@ -251,8 +264,9 @@ def refuse_pre_dispatch() -> None:
     """Raise where torch would take gradients for constants."""
     if modes.pre_dispatching():
         raise RuntimeError(
-            "make_fx(pre_dispatch=True) and torch.export record above autograd, where gradients by "
-            "torch.func come out as constants. make_fx without pre_dispatch records all of them."
+            "make_fx(pre_dispatch=True) and torch.export record above autograd, where gradients "
+            "of torch.func become constants. Use make_fx without pre_dispatch, which records all "
+            "of them."
         )
 
 
@@ -271,10 +285,9 @@ def advise_on_curvature(error: RuntimeError) -> None:
     if "derivative" in str(error) and "not implemented" in str(error):
         add_once(
             error,
-            "torch has no second derivative of this operation, which curvature needs. "
-            "scaled_dot_product_attention has one by its formula: with "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), opened in the loss or around the "
-            "call. An EmbeddingBag is an Embedding and a sum.",
+            "torch has no second derivative of this operation, and curvature needs one. For "
+            "scaled_dot_product_attention, enter torch.nn.attention.sdpa_kernel(SDPBackend.MATH) "
+            "in the loss or around the call. Replace an EmbeddingBag by an Embedding and a sum.",
         )
 
 
@@ -289,18 +302,19 @@ def vmap_refusal(error: Exception) -> str | None:
     """A message for what vmap refused, or None where the error is the loss's own."""
     text = str(error)
     where, module = _module_of(error)
-    said = f"\n\ntorch said: {text}"
+    said = f"\n\ntorch says: {text}"
     if isinstance(module, nn.RNNBase) and "broadcast shape" in text:
         return (
-            f"{where} cannot go through vmap, since torch has no rule for it; {ONE_BY_ONE}, and a "
-            f"loop over cells (GRUCell, RNNCell) goes through vmap.{said}"
+            f"{where} cannot run under vmap, because torch has no rule for it. Instead, "
+            f"{ONE_BY_ONE}. Or use a loop over cells (GRUCell, RNNCell), which runs under "
+            f"vmap.{said}"
         )
     of_a_batch = "BatchNorm" in type(module).__name__ and "mutate a captured" in text
     if of_a_batch or any(words in text for words in STATISTICS):
         return (
-            f"{where} normalises with the statistics of a whole batch, so that no sample has a "
-            "gradient of its own. In eval mode (net.eval()) it is a function of one sample; "
-            f"GroupNorm and LayerNorm always are.{said}"
+            f"{where} normalises with the statistics of the whole batch, so no sample has a "
+            "gradient of its own. Call net.eval(), which makes it a function of one sample, or "
+            f"use GroupNorm or LayerNorm.{said}"
         )
     for words, meaning in RULES:
         if words in text.lower():

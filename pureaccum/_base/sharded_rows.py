@@ -23,11 +23,10 @@ def rows_over(leaves: Sequence[Any], dim: int = 0) -> Over:
     over = [_over(dtensors.layout_of(x), dim % x.dim()) for x in leaves if isinstance(x, Tensor)]
     if over and over.count(over[0]) < len(over):
         raise ValueError(
-            "the rows of a batch that is cut lie on ranks in different ways: in one tensor they "
-            "are sharded over a mesh, in another they are not, or it is no DTensor. Each rank "
-            "cuts the rows that it has, so rows of the one would come together with other rows of "
-            f"the other. Give all tensors one placement along dim {dim} (distribute_tensor), or "
-            "take the batch whole."
+            "the tensors of this batch place their rows on ranks in different ways: one is "
+            f"sharded over a mesh along dim {dim}, and another is not. Each rank would combine "
+            f"rows of different samples. Give all tensors the same placement along dim {dim} "
+            "(distribute_tensor), or pass microbatch_size=None."
         )
     return over[0] if over else NOWHERE
 
@@ -38,9 +37,9 @@ def split_rows(x: Any, sizes: Sequence[int], over: Over, dim: int = 0) -> list[T
     for what, count in (("the batch has", sum(sizes)), *(("a microbatch has", n) for n in sizes)):
         if count % ranks:
             raise ValueError(
-                f"{what} {count} rows, sharded over {ranks} ranks; expected a multiple of {ranks}, "
-                "since each microbatch takes the same share of the rows of every rank. Fill it up "
-                "with rows whose weight in a pa.Weighted is 0: they add nothing."
+                f"{what} {count} rows, sharded over {ranks} ranks; expected a multiple of "
+                f"{ranks}, because each microbatch takes equally many rows from every rank. Pad "
+                "with rows whose weight in a pa.Weighted is 0. They add nothing."
             )
     part, at = _on_its_ranks(x, over, dim)
     parts = part.split([n // ranks for n in sizes], dim)
@@ -59,7 +58,7 @@ def _on_its_ranks(x: Any, over: Over, dim: int) -> tuple[Tensor, dtensors.Layout
     at, tensor = dtensors.layout_of(x), dtensors.module()
     if at is None:
         raise ValueError(
-            f"rows that lie on several ranks, as Shard({dim}), came out as a plain tensor; "
+            f"rows that are sharded over ranks, as Shard({dim}), came back as a plain tensor; "
             "expected a DTensor of as many rows."
         )
     rows, everywhere = tensor.Shard(dim), tensor.Replicate()

@@ -74,9 +74,9 @@ class Donated(Refusing):
     """A tensor whose memory was given away."""
 
     reason: ClassVar[str] = (
-        "this tensor belongs to a state that was given up with donate=True: its memory now belongs "
-        "to the state which that call returned. Use the returned state, or leave donate out where "
-        "the old state is still needed."
+        "this tensor belongs to a state that was given up with donate=True. Its memory now belongs "
+        "to the state that the call returned. Use the returned state, or leave donate out if you "
+        "still need the old one."
     )
 
 
@@ -84,9 +84,9 @@ class Spoiled(Refusing):
     """A donated tensor after an error in the middle of the work on it."""
 
     reason: ClassVar[str] = (
-        "this tensor belongs to a state that was given up with donate=True to a call which failed "
-        "in the middle, when some of its numbers had been changed already. Begin again from a "
-        "state that was not donated, or from init."
+        "this tensor belongs to a state that was given up with donate=True to a call that failed "
+        "in the middle, after it had changed some of the numbers. Start again from a state that "
+        "was not donated, or from init."
     )
 
 
@@ -173,21 +173,19 @@ def stack(trees: Sequence[Tree]) -> Tree:
             f"trees is a {type(trees).__name__}; expected a list of one tree per member."
         )
     if not trees:
-        raise ValueError("stack got no trees; expected one for each member.")
+        raise ValueError("trees is empty; expected one tree for each member.")
     columns: list[list[Any]] = []
     first, spec = flatten(trees[0])
     for i, tree in enumerate(trees):
         leaves, came = flatten(tree)
         names = ("trees[0]", f"trees[{i}]")
-        checks.check_same_structure(
-            spec, came, *names, "Members are made by one and the same init."
-        )
+        checks.check_same_structure(spec, came, *names, "Make all members with the same init.")
         for j, (x, like) in enumerate(zip(leaves, first, strict=True)):
             wanted = f"{_said(like)}, as in trees[0]" if isinstance(like, Tensor) else "a tensor"
             if not isinstance(x, Tensor) or _said(x) != _said(like):
                 raise ValueError(
-                    f"{paths(spec, names[1])[j]} is {_said(x)}; expected {wanted}: members differ "
-                    "in the numbers that their tensors hold."
+                    f"{paths(spec, names[1])[j]} is {_said(x)}; expected {wanted}. Members may "
+                    "differ only in the numbers of their tensors."
                 )
         columns.append(leaves)
     return unflatten(spec, [torch.stack(column) for column in zip(*columns, strict=True)])
@@ -216,7 +214,7 @@ def unstack(tree: Tree) -> list[Tree]:
                 "member along dim 0, as stack makes it."
             )
     if not leaves:
-        raise ValueError("the tree has no leaves, so that nothing tells how many members it has.")
+        raise ValueError("tree has no leaves, so the number of members is unknown.")
     return [unflatten(spec, [x.clone() for x in row]) for row in zip(*leaves, strict=True)]
 
 

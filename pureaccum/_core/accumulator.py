@@ -265,17 +265,17 @@ def not_followed(method: Callable[..., Any]) -> Callable[..., Any]:
     """A function of an accumulator, whose results raise where ``.backward()`` reaches them."""
     return history.refusing_backward(
         method,
-        "what an accumulator has summed",
-        "grad and grad_and_value of a batch at hand are followed by .backward(), and torch.func's "
-        "transforms follow an accumulator too. As constants they are x.detach().",
+        "the sums of an accumulator",
+        "Use grad or grad_and_value of a whole batch, which .backward() can follow, or torch.func "
+        "transforms, which follow an accumulator too. For a constant, use x.detach().",
     )
 
 
 def _not_params(at: tuple[int, ...], batch_argnums: Any) -> tuple[int, ...]:
     if 0 in at:
         raise ValueError(
-            f"batch_argnums={batch_argnums!r} names argument 0, which is params: what is "
-            "differentiated is the same for every microbatch, and what is cut is not."
+            f"batch_argnums={batch_argnums!r} names argument 0, which is params. The parameters "
+            "are the same for every microbatch, so they cannot be split."
         )
     return at
 
@@ -332,7 +332,7 @@ def updated(
             if batch.problem is not None:
                 if isinstance(error, weights.NoRowsError):
                     raise batch.problem from None
-                error.add_note(f"The microbatch has no rows: {batch.problem}")
+                error.add_note(f"pureaccum: the microbatch has no samples: {batch.problem}")
             raise
         if gives_up:
             states.mark(trees.tree_leaves(state))

@@ -82,7 +82,7 @@ def counting(
         live.peak = max(live.peak, live.now)
         if budget is not None and live.now > budget:
             raise torch.OutOfMemoryError(
-                f"{live.now} bytes are alive beyond the arguments; memory_budget is {budget}."
+                f"the call holds {live.now} bytes beyond its arguments; memory_budget is {budget}."
             )
 
     def _forgetting(key: int, bytes_: int) -> Callable[[Any], None]:
@@ -233,19 +233,19 @@ def _count(run: Callable[[], Any], budget: int, device: torch.device | None) -> 
         _, end = observation.observed(run, [] if device is None else [device])
     if end == "at ranks":
         raise RuntimeError(
-            "memory_budget is for what one rank computes by itself: the bytes of DTensors and of "
-            "torch's collectives cannot be counted ahead. Give a number for microbatch_size."
+            "memory_budget covers one rank only, because the bytes of DTensors and of torch's "
+            "collectives cannot be counted ahead. Pass a number as microbatch_size."
         )
 
 
 _TRANSFORMED = (
-    "microbatch_size='auto' came under a torch.func transform or torch.compile, whose own memory a "
-    "smaller size does not free. Find the size outside of it (rows / info.microbatches of a step), "
-    "and give that number."
+    "microbatch_size='auto' does not work under a torch.func transform or torch.compile, because "
+    "a smaller size does not free their memory. Find the size outside of it (rows / "
+    "info.microbatches of a step), and pass that number."
 )
 _REACHED = (
-    "microbatch_size='auto' does not try another size: the loss had reached other ranks, which do "
-    "not try again. Give a number for the size."
+    "microbatch_size='auto' does not try another size, because the loss has communicated with "
+    "other ranks, which do not try again. Pass a number as microbatch_size."
 )
 
 
@@ -262,10 +262,10 @@ def _kind(batch: trees.Tree, rest: trees.Tree) -> tuple[Any, torch.device | None
 
 def _sentence(tried: list[int], rows: int) -> str:
     return (
-        f"microbatch_size='auto' tried {', '.join(map(str, tried))} of {rows} samples, and there "
-        "is no smaller size. What does not shrink with it are gradients, optimizer state and the "
-        "next state (donate=True, with a number for the size, saves the last); remat saves "
-        "activations."
+        f"microbatch_size='auto' tried {', '.join(map(str, tried))} of {rows} samples, and no "
+        "smaller size exists. Gradients, optimizer state and the next state do not shrink with "
+        "the size. Use remat to save activations, or donate=True with a number as microbatch_size "
+        "to save the next state."
     )
 
 
@@ -323,8 +323,8 @@ def automatic(transform: Transform) -> Transform:
             return transform(*args, **options)
         if options.get("stream"):
             raise ValueError(
-                "microbatch_size='auto' came with a stream, of which no call has the whole; "
-                "expected a number of samples, or None to take its batches as they are."
+                "microbatch_size='auto' does not work with a stream, because no call sees all of "
+                "it; expected a number of samples, or None to take its batches as they are."
             )
         make = partial(transform, *args)
         cut_at = checks.check_argnums(options.get("batch_argnums", 1), "batch_argnums")

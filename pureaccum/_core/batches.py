@@ -61,14 +61,14 @@ def read_batch(batch: trees.Tree, root: str = "batch", dim: int = 0, *, cut: boo
         if isinstance(leaf, torch.Tensor):
             if leaf.dim() == 0:
                 raise NotRowsError(
-                    f"{trees.paths(spec, root)[i]} is a 0-d tensor; every tensor of a batch has "
-                    f"one row per sample along dim {dim}. A value that all samples share goes in "
-                    "another argument of the function, or into the batch as a Python scalar."
+                    f"{trees.paths(spec, root)[i]} is a 0-d tensor; expected one row per sample "
+                    f"along dim {dim}. Pass a value that all samples share in another argument of "
+                    "the function, or as a Python scalar in the batch."
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise NotRowsError(
-                    f"{trees.paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected samples "
-                    f"along dim {dim}, which it does not have."
+                    f"{trees.paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected one "
+                    f"row per sample along dim {dim}, which it does not have."
                 )
             if rows is None:
                 rows = leaf.size(dim)  # a nested tensor may have no shape
@@ -92,20 +92,20 @@ def _check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool)
     name = f"{trees.paths(spec, root)[i]} is a {type(x).__module__}.{type(x).__qualname__}"
     if hasattr(x, "__array__") or hasattr(x, "__dlpack__"):
         raise TypeError(
-            f"{name}; a batch holds tensors. An array becomes one that shares its memory by "
-            "torch.as_tensor(x); what all samples share goes in another argument of the function."
+            f"{name}; expected a tensor. Convert an array with torch.as_tensor(x), which shares "
+            "its memory. Pass a value that all samples share in another argument of the function."
         )
     if hasattr(x, "__next__"):
         raise TypeError(
-            f"{name}, an iterator, of which the first microbatch would leave nothing to the "
-            "others. Pass a tensor or a list with one entry per sample; a stream of microbatches "
-            "goes to step.window, or to update one by one."
+            f"{name}, an iterator, which the first microbatch would use up. Pass a tensor or a "
+            "list with one entry per sample. Pass a stream of microbatches to step.window, or to "
+            "update one at a time."
         )
     if cut and (held := _held_tensor(x)):
         raise TypeError(
-            f"{name}, which holds a tensor at {held}, and every microbatch would be given all of "
-            "it. A mapping, a dataclass or a class that is registered in optree under the "
-            f"namespace {trees.NAMESPACE!r} is cut; what all samples share goes in another "
+            f"{name}, which holds a tensor at {held}, and every microbatch would get all of it. "
+            "To split it, use a mapping, a dataclass or a class registered in optree under the "
+            f"namespace {trees.NAMESPACE!r}. Pass a value that all samples share in another "
             "argument of the function."
         )
 
@@ -133,9 +133,9 @@ def _with_lists(batch: trees.Tree, rows: int, root: str, cut: bool) -> trees.Fla
             leaves, spec = optree.tree_flatten(batch, lambda y: y is x, namespace=trees.NAMESPACE)
             name = next(p for p, y in zip(trees.paths(spec, root), leaves, strict=True) if y is x)
             raise ValueError(
-                f"{name} is a {type(x).__name__} of {rows} numbers, as many as there are rows: one "
-                "for each of them? Then make it a tensor, torch.tensor(x). What all samples share "
-                "goes in another argument of the function."
+                f"{name} is a {type(x).__name__} of {rows} numbers, as many as the batch has "
+                "samples. If they are one per sample, pass a tensor: torch.tensor(x). If all "
+                "samples share them, pass them in another argument of the function."
             )
         held = any(isinstance(each, torch.Tensor) for each in trees.tree_leaves(x))
         return not (held or numbers) and None not in x
@@ -149,13 +149,13 @@ def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
         if size is not None and isinstance(x, torch.Tensor) and x.is_nested:
             raise TypeError(
                 f"{trees.paths(batch.spec, root)[i]} is a nested tensor of layout {x.layout}, "
-                "which is not cut into samples in a graph. Hand its microbatches to step.window, "
-                "or leave compile out."
+                "which a compiled graph cannot split into samples. Pass its microbatches to "
+                "step.window, or leave compile out."
             )
         if type(x) in (list, tuple):
             raise TypeError(
-                f"{_listed(batch, root, i)}, which a compiler would take for constants, and "
-                "compile anew for each batch. Leave it out of the batch, or leave compile out."
+                f"{_listed(batch, root, i)}. A compiler would treat it as a constant and "
+                "recompile for every batch. Leave it out of the batch, or leave compile out."
             )
 
 
@@ -172,9 +172,9 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
     if batch.rows is None:
         came = ", ".join(type(leaf).__name__ for leaf in batch.leaves) or "no leaf at all"
         raise ValueError(
-            f"{root} holds no tensor ({came}), so it has no samples to cut or to count. Every "
+            f"{root} holds no tensor ({came}), so it has no samples to split or to count. Every "
             "tensor of a batch has one row per sample along dim 0"
-            + ("; batch_argnums says which arguments are batches." if root == "args" else ".")
+            + (". Name the arguments that are batches in batch_argnums." if root == "args" else ".")
         )
     return batch.rows
 
@@ -187,8 +187,8 @@ def rows_to_cut(batch: Batch, root: str = "batch", *, one_by_one: bool = False) 
     for i, leaf in enumerate(batch.leaves):
         if one_by_one and type(leaf) in (list, tuple):
             raise TypeError(
-                f"{_listed(batch, root, i)}, and what is computed here for rows is a function of "
-                "tensors. Leave it out, or make a tensor of it."
+                f"{_listed(batch, root, i)}, but this function computes on tensors, sample by "
+                "sample. Leave it out, or make it a tensor."
             )
         if not isinstance(leaf, torch.Tensor) or (
             leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
@@ -196,10 +196,9 @@ def rows_to_cut(batch: Batch, root: str = "batch", *, one_by_one: bool = False) 
             continue
         if kind := _not_cut(leaf, one_by_one):
             raise TypeError(
-                f"{trees.paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into "
-                f"samples. {kind[1]}. Where nothing is cut it is taken as it is: "
-                "microbatch_size=None, or the update of an accumulator or of a step, microbatch "
-                "by microbatch."
+                f"{trees.paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot split into "
+                f"samples. {kind[1]}. Or take it whole: pass microbatch_size=None, or pass "
+                "microbatches to the update of an accumulator or of a step."
             )
     return need_rows(batch, root)
 
@@ -212,15 +211,14 @@ def _not_cut(x: torch.Tensor, one_by_one: bool) -> tuple[str, str] | None:
             return None  # its samples lie end to end
         return (
             f"a nested tensor of layout {x.layout}",
-            "Pad its samples (x.to_padded_tensor(0.0)), with a mask beside them and Weighted in "
-            "the loss"
-            + ("" if one_by_one else "; or make it a jagged one, layout=torch.jagged, along dim 1"),
+            "Pad its samples (x.to_padded_tensor(0.0)) with a mask, and return Weighted"
+            + ("" if one_by_one else ", or make it jagged (layout=torch.jagged) along dim 1"),
         )
     if x.layout != torch.strided:
-        return f"a tensor of layout {x.layout}", "Make it dense: x.to_dense()"
+        return f"a tensor of layout {x.layout}", "Make it dense with x.to_dense()"
     per_tensor = (torch.per_tensor_affine, torch.per_tensor_symmetric)
     if x.is_quantized and x.qscheme() not in per_tensor:
-        return "quantized by channel", "Quantize it as a whole, or x.dequantize()"
+        return "quantized by channel", "Quantize it as a whole, or use x.dequantize()"
     return None
 
 
@@ -283,8 +281,8 @@ def sizes_of_batch(
     """The samples of every microbatch, or an error where a list of them is not of this batch."""
     if isinstance(size, list) and sum(size) != rows:
         raise ValueError(
-            f"{name}={size} are {sum(size)} samples; the batch has {rows}. Give the samples of "
-            "every microbatch of this batch, or one number for all batches."
+            f"{name}={size} adds up to {sum(size)} samples; the batch has {rows}. Pass the samples "
+            "of every microbatch of this batch, or one number for all batches."
         )
     return sizes_of(rows, size)
 
@@ -394,7 +392,7 @@ def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int,
     )
     names = trees.paths(spec, root)
     return (
-        f"{names[i]} has {came} where {names[first]} has {expected}; every tensor of a batch has "
-        f"one row per sample along dim {dim}. A tensor that all samples share (class weights, a "
-        "mask of positions) goes in another argument of the function."
+        f"{names[i]} has {came}, but {names[first]} has {expected}. Every tensor of a batch has "
+        f"one row per sample along dim {dim}. Pass a tensor that all samples share (class "
+        "weights, a mask of positions) in another argument of the function."
     )

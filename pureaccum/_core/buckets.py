@@ -169,30 +169,29 @@ def group_of(group: Any) -> Any:
     """A group of which this process is one, or an error that says why it is none."""
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
-            "ranks cannot be reached from inside of a graph: leave torch.compile, or compile=True "
-            "of a step, out."
+            "a compiled graph cannot communicate with other ranks. Omit torch.compile, or "
+            "compile=True of a step."
         )
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group(...) "
+            "torch.distributed is not initialised. Call torch.distributed.init_process_group(...) "
             "first, in a program that torchrun starts."
         )
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "this process is not a rank of the group that was passed; leave the call to those that "
-            "are."
+            "this process is not a rank of the group. Leave the call to the ranks of the group."
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
-            "dist.new_group(...) returned, or mesh.get_group(...)."
+            f"group is a {type(group).__name__}; expected a process group. Pass dist.group.WORLD, "
+            "or the result of dist.new_group(...) or mesh.get_group(...)."
         )
     try:
         dist.get_rank(group)
     except ValueError as error:
         raise RuntimeError(
             "the process group was destroyed, or belongs to another init_process_group(...). Make "
-            "the step again, with a group of this one."
+            "the step again with a group of the current one."
         ) from error
     return dist.group.WORLD if group is None else group
 

@@ -40,8 +40,9 @@ class Ambiguous(states.Refusing):
 
     reason: ClassVar[str] = (
         "a checkpointed module was called with two different sets of parameters in one "
-        "microbatch, so its recomputation cannot tell which is meant. Checkpoint a function that "
-        "calls functional_call itself: checkpoint(lambda p, x: functional_call(module, p, x), p, x)"
+        "microbatch, so its recomputation cannot tell them apart. Checkpoint a function that "
+        "calls functional_call itself: checkpoint(lambda p, x: functional_call(module, p, x), p, "
+        "x)."
     )
 
 

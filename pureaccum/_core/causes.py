@@ -30,13 +30,13 @@ CAUSES = {
     for cause in (
         Cause(
             "batch statistics",
-            "it normalises with the mean and variance of a microbatch, which are not the batch's",
+            "it normalises with the mean and variance of a microbatch, not with those of the batch",
             "fn = pa.functional(module, microbatch_size={rows})  # and no microbatch_size outside",
         ),
         Cause(
             "mean of means",
-            "it is a mean over weights, targets or tokens that count, of which some samples have "
-            "more than others",
+            "it is a mean over weights, targets or tokens, and samples have different numbers of "
+            "them",
             "return pa.Weighted(per_token.sum(), mask.sum())  # the total and its count",
         ),
         Cause(
@@ -46,30 +46,30 @@ CAUSES = {
         ),
         Cause(
             "sum as mean",
-            "it is a sum over its samples, and was declared a mean",
+            "it is a sum over its samples, but is declared a mean",
             'reduction="sum"  # or .mean() in the loss',
         ),
         Cause(
             "mean as sum",
-            "it is a mean over its samples, and was declared a sum",
+            "it is a mean over its samples, but is declared a sum",
             'reduction="mean"  # or .sum() in the loss',
         ),
         Cause(
             "constant term",
-            "it holds a term that does not depend on the samples, such as a penalty on parameters, "
-            "which each microbatch adds once more",
+            "it holds a term that does not depend on the samples, such as a penalty on "
+            "parameters, and every microbatch adds that term again",
             "return (per_row + penalty / rows_of_batch).sum()  # a share for every sample",
         ),
         Cause(
             "several means",
-            "no one weight makes it a mean: a sum of means over different things, or a total over "
-            "a count that some samples are no part of",
+            "no single weight makes it a mean: it adds means over different things, or divides a "
+            "total by a count that leaves out some samples",
             "return pa.Weighted(a.sum(), len(a)) + pa.Weighted(b.sum(), mask.sum())  # each term "
             "over its own count",
         ),
         Cause(
             "batch coupling",
-            "what a sample adds depends on the other samples",
+            "the contribution of a sample depends on the other samples",
             "z = pa.microbatch(encode, microbatch_size={rows})(params, batch)  # and the loss "
             "of all samples in plain code, with no microbatch_size outside",
         ),
@@ -138,8 +138,8 @@ def coupled_error(
         f"the loss does not add up over samples: it is {told[0]} for {rows[0]} samples, and "
         f"{told[1]} and {told[2]} for two parts of them ({rows[1]} and {rows[2]} samples), "
         f"{100 * max(shares):.2g} % apart. So microbatches do not give the gradient of the full "
-        f"batch. Likely cause ({kind}{where and f', in {where}'}): {says}. Expected:\n\n    "
-        f"{way}\n\ncheck=False adds microbatches up all the same, as a loop written by hand does.",
+        f"batch. Likely cause ({kind}{where and f', in {where}'}): {says}. Use:\n\n    "
+        f"{way}\n\ncheck=False adds up microbatches anyway, as a hand-written loop does.",
         whole=whole,
         parts=tuple(parts),
         percent=100 * max(shares),

@@ -201,8 +201,8 @@ def _given(args: tuple[Any, ...]) -> writes.Given:
 
 
 _GONE = (
-    "The stream is gone by then: take the value of each batch, and add these up. As a constant "
-    "it is value.detach()."
+    "The stream is used up by then. Take the value of each batch, and add these up. For a "
+    "constant, use value.detach()."
 )
 
 
@@ -241,8 +241,9 @@ def parts_of_streams(
         for i, its in batch.items():
             if isinstance(its, (Tensor, Mapping, str)) or not isinstance(its, Iterable):
                 raise TypeError(
-                    f"args[{i}] is a {type(its).__name__}; expected, with stream=True, an iterable "
-                    "of batches, such as a list or a loader. A batch at hand is no stream."
+                    f"args[{i}] is a {type(its).__name__}; expected an iterable of batches, such "
+                    "as a list or a loader, because stream=True. To pass a single batch, use "
+                    "stream=False."
                 )
         given = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
     else:
@@ -258,9 +259,8 @@ def parts_of_streams(
             yield from batches.cut_batch(flat, size)
     if not some and nothing:
         raise ValueError(
-            f"the stream gave no batch, and there is no {nothing} of nothing. An iterator that is "
-            "used up? Each call goes through it once, so give what can be gone through again: a "
-            "list, a DataLoader."
+            f"the stream gave no batch, so there is no {nothing}. Likely cause: an iterator that "
+            "is used up. Each call goes through the stream once, so pass a list or a DataLoader."
         )
 
 
@@ -272,7 +272,8 @@ def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:
         if ended:
             goes_on = next(i for i in streams if i not in ended)
             raise ValueError(
-                f"args[{ended[0]}] has no batch {n}, counted from 0, and args[{goes_on}] has one; "
-                "expected as many batches of each stream. A loader that drops its last batch?"
+                f"args[{ended[0]}] has no batch {n}, counted from 0, but args[{goes_on}] has one; "
+                "expected as many batches of each stream. Likely cause: a loader that drops its "
+                "last batch."
             )
         yield together

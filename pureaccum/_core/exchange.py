@@ -83,9 +83,10 @@ TRANSPOSED: dict[Kind, Kind] = {
 # what each group has exchanged
 _agreed: WeakKeyDictionary[Any, claims.Agreement] = WeakKeyDictionary()
 _CAUSE = (
-    "Ranks call psum and gather in one order, equally often, with tensors that are alike. Did one "
-    "of them take another branch, cut its batch around the call into another number of "
-    "microbatches, or leave out a microbatch because it had no samples?"
+    "All ranks must call psum and gather in the same order, equally often, with tensors of the "
+    "same shapes and dtypes. Likely causes: one rank took another branch, split its batch around "
+    "the call into another number of microbatches, or left out a microbatch because it had no "
+    "samples."
 )
 
 
@@ -213,10 +214,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 _UNKNOWN = (
-    "{} came in a Weighted loss of which grad cuts the batch: what its gradient is divided by is "
-    "known only at the end, and differs between ranks. Take the batch whole (microbatch_size=None, "
-    "with microbatch inside of the loss), or sum the gradients over ranks: make_step(..., "
-    "group=...), or an accumulator and all_reduce."
+    "{} was called in a Weighted loss that grad splits into microbatches. The divisor of its "
+    "gradient is known only at the end, and differs between ranks. Pass microbatch_size=None, and "
+    "call microbatch inside the loss. Or sum the gradients over ranks: make_step(..., group=...), "
+    "or an accumulator and all_reduce."
 )
 
 
@@ -311,8 +312,8 @@ def recorded_here() -> Backward | None:
     backward, level = checks.here.backward, functorch.transform_level()
     if backward is None and _elsewhere and autograd.in_backward():
         raise RuntimeError(
-            "what reaches other ranks is run again by a checkpoint in a thread of torch's own, "
-            "where its weight is not known. Use pa.remat in place of torch.utils.checkpoint."
+            "a checkpoint runs a call to other ranks again, in a thread of torch where its weight "
+            "is not known. Use pa.remat instead of torch.utils.checkpoint."
         )
     while backward is not None and backward.level != level:
         backward = backward.outer

@@ -96,10 +96,10 @@ def refuse_captured(known: writes.Known, outs: Sequence[Any], leaves: Sequence[T
         if not isinstance(x, nn.Parameter):
             raise RuntimeError(
                 f"the loss of a step captures a tensor of shape {tuple(x.shape)} and {x.dtype} "
-                "that requires grad. A step is followed with respect to its state, its batch and "
-                "what is shared, and takes the parameters of other modules for constants. Pass the "
-                "tensor as a shared argument, step(state, batch, tensor), or capture "
-                "tensor.detach(), a constant."
+                "that requires grad. Derivatives of a step follow its state, its batch and its "
+                "shared arguments, and treat the parameters of other modules as constants. Pass "
+                "the tensor as a shared argument: step(state, batch, tensor). For a constant, "
+                "capture tensor.detach()."
             )
 
 
@@ -205,8 +205,9 @@ def _followed(
 
 _requires_grad = attrgetter("requires_grad")
 _UNSEEN = (
-    "a loss captures what requires grad by an autograd Function, or makes it unseen, and so its "
-    "derivative cannot be followed. Pass the tensor as an argument; as a constant it is x.detach()."
+    "a loss captures a tensor that requires grad in an autograd Function, or makes it out of "
+    "sight, so its derivative cannot be followed. Pass the tensor as an argument. For a constant, "
+    "use x.detach()."
 )
 
 
@@ -246,7 +247,9 @@ def refusing_backward(call: Call, what: str, why: str) -> Call:
                     states.mark([leaves[i]], type(given[i]))
         if not (at or captured):
             return result
-        return refused(result, f"a gradient was asked of {what}, which keeps no graph. {why}")
+        return refused(
+            result, f"plain autograd cannot differentiate {what}, because no graph is kept. {why}"
+        )
 
     return wrapped
 

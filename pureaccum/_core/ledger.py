@@ -132,8 +132,9 @@ def check_squares(state: AccumState, squares: bool) -> None:
     """Check that a state has squares where they are asked for."""
     if isinstance(state.squares, Tensor) != squares:
         raise ValueError(
-            f"the state was made with squares={not squares}; expected squares={squares}, as in a "
-            f"state of this accumulator's own init (of a step: noise={squares}, its own begin)."
+            f"the state was made with squares={not squares}; expected squares={squares}. Pass a "
+            "state from this accumulator's own init (of a step: from its begin, with "
+            f"noise={squares})."
         )
 
 

@@ -50,8 +50,8 @@ def read(
     """Check what a loss returned and take it apart; it may be a tensor of ``several`` numbers."""
     if has_aux and not is_pair(out):
         raise TypeError(
-            f"the loss returned {describe(out)}; with has_aux=True it returns a pair "
-            "(loss, aux), the loss a 0-d tensor or Weighted."
+            f"the loss returned {describe(out)}; expected a pair (loss, aux), because "
+            "has_aux=True. The loss is a 0-d tensor or Weighted."
         )
     loss, aux = out if has_aux else (out, ())
     weight: Tensor | tuple[()] = ()
@@ -183,9 +183,9 @@ def is_weighted(x: Any) -> bool:
     """Whether something beside a loss is a ``Weighted``, which as a tuple would be a tree."""
     if isinstance(x, WeightedSum):
         raise TypeError(
-            f"a sum of {len(x.terms)} Weighted came in aux, or out of a microbatched function; "
-            "there a Weighted becomes its mean over the whole batch. Return the terms, each by "
-            "itself, and add up their means afterwards: sum(means)."
+            f"aux, or the result of a microbatched function, holds a sum of {len(x.terms)} "
+            "Weighted; expected single ones, which become means over the whole batch. Return each "
+            "term separately, and add up their means afterwards: sum(means)."
         )
     return isinstance(x, Weighted)
 
@@ -222,19 +222,25 @@ def advise_on_arguments(
     whole = [(i, x) for i, x in enumerate(args) if own.isdisjoint((i, i - len(args)))]
     for i, x in (*whole, *((i, x) for i, x in kwargs.items() if i not in own)):
         if rows and (more := _rows_said(error, x) - rows):
+            by_name = any(isinstance(j, str) for j in (*batches, i))
+            named = "name it in batch_argnums, or in batch_argnames of microbatch"
+            way_out = named if by_name else f"pass batch_argnums={(*batches, i)}"
             refusals.add_once(
                 error,
-                f"argument {i!r} has {max(more)} samples, which go to each microbatch whole. For "
-                "samples of the batch set batch_argnums; of a step, put them into it.",
+                f"argument {i!r} has {max(more)} samples, and every microbatch gets all of them. "
+                f"If they belong to the batch, {way_out}. For a step, put them into the batch.",
             )
     if NO_GRAPH in str(error):
         refusals.add_once(
             error,
-            "nothing is recorded of what this function is given. Take a gradient in it by "
+            "autograd does not record inside this function. Take gradients in it with "
             "torch.func.grad, or call it in a loss with engine='autograd'.",
         )
     if isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
-        refusals.add_once(error, "functional(module).apply returns a pair: out, new_buffers.")
+        refusals.add_once(
+            error,
+            "functional(module).apply returns a pair. Unpack it: out, new_buffers = fn.apply(...).",
+        )
 
 
 NO_GRAPH = "does not require grad"  # in what torch says of a tensor that is differentiated

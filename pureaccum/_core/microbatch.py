@@ -134,8 +134,8 @@ def _batch_of(
     for name in names:
         if name not in kwargs:
             raise ValueError(
-                f"batch_argnames names {name!r}, but the function got no such argument by name; "
-                "what is passed by position goes into batch_argnums."
+                f"batch_argnames names {name!r}, but the call passed no such keyword argument. "
+                "Name positional arguments in batch_argnums."
             )
     at = checks.positions(at, len(args), "batch_argnums", missing=bool(names))
     return {**{i: args[i] for i in at}, **{name: kwargs[name] for name in names}}

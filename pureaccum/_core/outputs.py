@@ -148,8 +148,8 @@ class Outputs:
             return [(*self.cut(p, x, reduction), 0)]
         if x != like:
             raise TypeError(
-                f"{self.parts.name_of(n, i)} is {x!r} after {like!r} in a microbatch before; what "
-                f"is no tensor has to be the same in all of them, {reduction!r} or not."
+                f"{self.parts.name_of(n, i)} is {x!r}, but was {like!r} in an earlier microbatch; "
+                "expected the same value in all of them, because it is not a tensor."
             )
         return []
 
@@ -283,8 +283,7 @@ class _Unreadable(Tensor):
 
 
 _NO_GRADIENT = (
-    "a gradient was asked of a Reducer over microbatches, which has none; 'concat', 'sum', 'mean', "
-    "'max', 'min', 'stack', 'last' and Weighted have one. What a reducer of your own computes has "
-    "one where it is plain code over rows: reduce='concat' or 'stack'. As a constant it is "
-    "x.detach()."
+    "a Reducer over microbatches has no gradient. Use 'concat', 'sum', 'mean', 'max', 'min', "
+    "'stack', 'last' or Weighted, which have one. To differentiate your own reducer, use "
+    "reduce='concat' or 'stack' and plain code on the rows. For a constant, use x.detach()."
 )

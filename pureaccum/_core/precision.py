@@ -83,11 +83,12 @@ def check_precision(policy: Any) -> Policy:
         raise TypeError(f"policy is {policy!r}; expected pureaccum.Policy(compute=...) or None.")
     for name, dtype in policy._asdict().items():
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"Policy({name}={dtype!r}): expected a floating-point dtype or None.")
+            raise TypeError(f"policy.{name} is {dtype!r}; expected a floating-point dtype or None.")
     if policy.compute is not None and policy.autocast is not None:
         raise ValueError(
-            f"Policy(compute={policy.compute}, autocast={policy.autocast}): expected one of the "
-            "two. compute casts everything; autocast lets torch choose, operation by operation."
+            f"policy has compute={policy.compute} and autocast={policy.autocast}; expected only "
+            "one of the two. compute casts everything. autocast lets torch choose for each "
+            "operation."
         )
     return policy
 

@@ -195,10 +195,10 @@ class Again:
 
 
 NOT_FOUND_AGAIN = (
-    "a microbatched function was run again for its derivative, and did not use again a captured "
-    "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from "
-    "Python's or numpy's generator); the tensor was frozen since; it is made in a scripted "
-    "function; or it goes as it is into an autograd.Function. Pass the tensor as an argument."
+    "the second run of a microbatched function, for its derivative, did not use a captured tensor "
+    "that needs one. Likely causes: the function is not pure (it counts its calls, or draws from "
+    "Python's or numpy's generator); the tensor was frozen since; a scripted function makes it; "
+    "or it goes directly into an autograd.Function. Pass the tensor as an argument."
 )
 
 

@@ -97,9 +97,7 @@ def check_reduce(reduce: Tree, name: str = "reduce") -> None:
     """Check the reductions of a prefix tree."""
     reductions: list[Any] = optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
     if not reductions:
-        raise ValueError(
-            f"{name} is {reduce!r}, which holds no reduction; expected one, or a tree of them."
-        )
+        raise ValueError(f"{name} is {reduce!r}; expected a reduction, or a tree of reductions.")
     for reduction in reductions:
         known = isinstance(reduction, str) and reduction in REDUCTIONS
         if not (known or is_reducer(reduction)):
@@ -159,7 +157,7 @@ class Subtrees:
             _map(take, self.reduce, tree)
         except ValueError as error:
             raise ValueError(
-                f"{self.option}={self.reduce!r} is no prefix of {self.returned}: {error}"
+                f"{self.option}={self.reduce!r} is not a prefix of {self.returned}: {error}"
             ) from error
         if not self.looks:
             for reduction, leaves, spec in parts:  # what a Reducer takes has no look
@@ -170,7 +168,7 @@ class Subtrees:
                 if part.spec != like.spec or _means(part) != _means(like):
                     raise ValueError(
                         f"{self.returned} has another structure{where} than before: {part.spec} "
-                        f"after {like.spec}; what is reduced over microbatches has one structure."
+                        f"after {like.spec}; expected one structure for all microbatches."
                     )
         return parts
 
@@ -192,9 +190,9 @@ class Subtrees:
         kind = "shape" if shape != before else "" if its.dtype == like.dtype else "dtype"
         if kind == "shape" or (kind and not self.stacked):
             raise ValueError(
-                f"{self.name_of(n, i)} has {kind} {getattr(its, kind)} after {getattr(like, kind)} "
-                f"in a microbatch before, and {self.option}={reduction!r} needs one {kind}. A leaf "
-                "with one row per sample takes 'concat'."
+                f"{self.name_of(n, i)} has {kind} {getattr(its, kind)}, but {getattr(like, kind)} "
+                f"in an earlier microbatch. {self.option}={reduction!r} needs one {kind} in all "
+                "of them. Use 'concat' for a leaf with one row per sample."
             )
 
     def check_alone(self, x: Any, its: Any, n: int, i: int, rows: int, dim: int) -> None:
@@ -209,14 +207,14 @@ class Subtrees:
         if wrong:
             needed = f"one row per sample along dim {dim}" if reduction == "concat" else "a tensor"
             raise ValueError(
-                f"{self.name_of(n, i)} {wrong}, and {self.option}={reduction!r} needs {needed}. "
-                f"Name what is meant in {self.option}: 'sum', 'mean', 'max', 'min', 'stack' (one "
-                "entry per microbatch) or 'last', for all leaves or as a tree of reductions; or "
-                "return Weighted(total, weight)."
+                f"{self.name_of(n, i)} {wrong}, but {self.option}={reduction!r} needs {needed}. "
+                f"Pass another reduction in {self.option}, for all leaves or as a tree: 'sum', "
+                "'mean', 'max', 'min', 'stack' (one entry per microbatch) or 'last'. Or return "
+                "Weighted(total, weight)."
             )
         if not isinstance(its, (Look, int, float)):
             raise TypeError(
-                f"{self.name_of(n, i)} is a {type(x).__name__}, which has no {reduction}; name "
+                f"{self.name_of(n, i)} is a {type(x).__name__}, which has no {reduction}. Pass "
                 f"'last' for it in {self.option}."
             )
 
@@ -308,7 +306,7 @@ def fold_stack(
     else:
         returned = "the aux that the loss returned"
         if not tree_leaves(stack.aux):
-            returned = "no aux that has leaves; with has_aux=True a loss returns one beside it"
+            returned = "an aux without leaves (with has_aux=True, a loss returns (loss, aux))"
         made = Subtrees(reduction, "aux_reduction", "aux", returned, stacked=True)
         parts = made.of(stack.aux)
         state = AuxState(made, [[None] * len(part.leaves) for part in parts], over)

@@ -85,8 +85,8 @@ def scan(
     at = checks.check_argnums(batch_argnums, "batch_argnums")
     if CARRY in at:
         raise ValueError(
-            f"batch_argnums={batch_argnums!r} names argument {CARRY}, which is the carry: it goes "
-            "from one chunk to the next, and is not cut."
+            f"batch_argnums={batch_argnums!r} names argument {CARRY}, which is the carry. The "
+            "carry goes from one chunk to the next, so it cannot be split."
         )
     check_reduce(reduce)
     checks.check_choice(keep, get_args(microbatch.Keep), "keep")
@@ -186,22 +186,23 @@ class _Chunk(outputs.Whole):
 def _check_carry(leaves: list[Any], spec: Any, before: trees.Tree) -> None:
     """Raise where a carry is not like the one before."""
     old, old_spec = trees.flatten(before)
-    cause = "A carry keeps its structure, as that of a loop that runs any number of times."
-    checks.check_same_structure(old_spec, spec, "the one that func was given", "carry", cause)
+    cause = "Return a carry like the one that func gets."
+    checks.check_same_structure(old_spec, spec, "the carry that func gets", "carry", cause)
     names = trees.paths(spec, "carry")
     for name, x, y in zip(names, leaves, old, strict=True):
         if isinstance(x, Tensor) != isinstance(y, Tensor) or (
             not isinstance(x, Tensor) and not (x is y or x == y)
         ):
             raise TypeError(
-                f"{name} came back as {_look(x)} for {_look(y)}; what is no tensor stays as it is. "
-                "A number that changes is a tensor: torch.tensor(0)."
+                f"{name} came back as {_look(x)}; expected {_look(y)}, because a value that is "
+                "not a tensor stays the same. For a number that changes, use a tensor: "
+                "torch.tensor(0)."
             )
         if isinstance(x, Tensor) and (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
             raise ValueError(
-                f"{name} came back as {_look(x)} for {_look(y)}; a carry keeps its shapes and "
-                "dtypes. What each chunk gives goes beside it, in out; a state that autocast or a "
-                "wider operand casts goes back as it came: h.to(carry.dtype)."
+                f"{name} came back as {_look(x)}; expected {_look(y)}, because a carry keeps its "
+                "shapes and dtypes. Return the result of each chunk in out. Cast a state back "
+                "that autocast or a wider operand has cast: h.to(carry.dtype)."
             )
 
 
@@ -214,8 +215,9 @@ def _look(x: Any) -> str:
 def _refuse_sharded_steps(over: sharded_rows.Over) -> None:
     if over != sharded_rows.NOWHERE and over[1]:
         raise TypeError(
-            "a sequence is a DTensor whose steps lie on several ranks, and a carry goes from one "
-            "chunk to the next. Shard another dim, such as that of samples, or x.full_tensor()."
+            "a sequence is a DTensor whose steps lie on several ranks, but the carry goes from "
+            "one chunk to the next. Shard another dim, such as that of samples, or use "
+            "x.full_tensor()."
         )
 
 

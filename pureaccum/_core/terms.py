@@ -127,9 +127,9 @@ def number_of(loss: Any) -> int:
 def skipping_error() -> RuntimeError:
     """The error where nobody can look which microbatches are left out."""
     return RuntimeError(
-        "nonfinite='skip' came with a sum of Weighted under a transform or torch.compile: what is "
-        "left out takes its weights along, and nobody can look there which that is. Use "
-        "'propagate', or call it outside."
+        "nonfinite='skip' does not work with a sum of Weighted under a transform or "
+        "torch.compile, which cannot tell whose weights to leave out. Use 'propagate', or call it "
+        "outside."
     )
 
 
@@ -139,11 +139,11 @@ class UncountedError(TypeError):
     def __str__(self) -> str:
         (count,) = self.args
         return (
-            f"the loss is a sum of {count} Weighted, each a mean over its own weight, and here the "
-            "weights of the whole batch are not known. A batch at hand is counted first: "
-            "step(state, batch), grad(loss, microbatch_size=...), value. In a stream count them "
-            f"beforehand: update(..., weights=[...]), {count} numbers. Elsewhere return each term "
-            "by itself."
+            f"the loss is a sum of {count} Weighted, each a mean over its own weight, but the "
+            "weights of the whole batch are not known here. For a batch, call step(state, batch), "
+            "grad(loss, microbatch_size=...) or value, which count them first. For a stream, "
+            f"count them beforehand and pass {count} numbers: update(..., weights=[...]). "
+            "Elsewhere, return each term separately."
         )
 
 
@@ -151,6 +151,6 @@ def other_terms(came: int, expected: int) -> ValueError:
     """The error for a microbatch whose loss has other terms than those of others."""
     return ValueError(
         f"the loss is a sum of {came} Weighted; expected {expected}, as in the weights that were "
-        "counted or given. Every microbatch, on every rank, has as many terms: one of no weight is "
-        "Weighted(total, 0)."
+        "counted or given. Return the same number of terms for every microbatch, on every rank. A "
+        "term without weight is Weighted(total, 0)."
     )

@@ -105,7 +105,7 @@ def _read(lengths: Any, most: int) -> list[int]:
         if lengths.dim() != 1 or not integral or lengths.dtype == torch.bool:
             raise TypeError(
                 f"lengths is a tensor of shape {tuple(lengths.shape)} and {lengths.dtype}; "
-                "expected one integer per sample. Of a mask of tokens it is mask.sum(1)."
+                "expected one integer per sample. For a mask of tokens, pass mask.sum(1)."
             )
         lengths = lengths.tolist()
     try:
@@ -123,8 +123,9 @@ def _read(lengths: Any, most: int) -> list[int]:
     for i, length in enumerate(each):
         if length > most:
             raise ValueError(
-                f"lengths[{i}] is {length}, and max_tokens={most}: that sample alone is too long "
-                "for a microbatch. Truncate or split it, or allow more."
+                f"lengths[{i}] is {length}; expected at most max_tokens={most}, because that "
+                "sample alone is too long for a microbatch. Truncate or split it, or allow more "
+                "tokens."
             )
     return each
 

@@ -237,10 +237,10 @@ class Giving(Watch):
 
 
 WRITTEN_TO = (
-    "a microbatched function is to be run again for its derivative, and a tensor that it captures "
-    "(of shape {} and {}) has been written to in place since. Take the derivative first, or hand "
-    "the function a copy: an optimizer's step, or a running statistic, between a loss and its "
-    "backward pass?"
+    "a microbatched function must run again for its derivative, but a tensor that it captures (of "
+    "shape {} and {}) has been written to in place since. Likely cause: an optimizer's step or a "
+    "running statistic between a loss and its backward pass. Take the derivative first, or pass "
+    "the function a copy."
 )
 
 

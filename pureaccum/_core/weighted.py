@@ -109,9 +109,9 @@ class WeightedSum(NamedTuple):
             return self
         if not isinstance(other, (Weighted, WeightedSum)):
             raise TypeError(
-                f"{describe(other)} and a Weighted were added or subtracted, and it is not said "
-                "what the other is a mean over. Say so: Weighted(other, weight). A penalty on "
-                "params goes into a total, weight * penalty, or is Weighted(rows * penalty, rows)."
+                f"{describe(other)} and a Weighted were added or subtracted, but the other has no "
+                "weight. Use Weighted(other, weight). Put a penalty on params into a total as "
+                "weight * penalty, or use Weighted(rows * penalty, rows)."
             )
         terms = [*self.terms]
         for term in (other,) if isinstance(other, Weighted) else other.terms:
@@ -148,8 +148,8 @@ def _number(factor: Any, sign: str) -> Any:
     if isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.dim() == 0):
         return factor
     raise TypeError(
-        f"Weighted {sign} {describe(factor)}: expected a number or a 0-d tensor, which scales the "
-        "total."
+        f"Weighted {sign} {describe(factor)} is not defined; expected a number or a 0-d tensor, "
+        "which scales the total."
     )
 
 
@@ -184,10 +184,10 @@ def checked_total(loss: Any, what: str, several: bool, weighted: bool = False) -
     if not isinstance(loss, Tensor):
         kind = "" if several else "0-d "
         cause = (
-            "Perhaps it has no return statement."
+            "Likely cause: the function has no return statement."
             if loss is None
-            else "With an auxiliary output, pass has_aux=True."
-            + several * " Several outputs go into one tensor: torch.stack or torch.cat."
+            else "If it has an auxiliary output, pass has_aux=True."
+            + several * " Join several outputs in one tensor: torch.stack or torch.cat."
             if isinstance(loss, tuple)
             else ""
         )
@@ -196,10 +196,10 @@ def checked_total(loss: Any, what: str, several: bool, weighted: bool = False) -
         )
     if loss.dim() != 0 and (weighted or not several):
         cause = (
-            "Weighted is one number and its weight; a Jacobian is taken of a plain tensor."
+            "Weighted holds one number and its weight. For a Jacobian, return a plain tensor."
             if several
-            else "Reduce it over its microbatch: .mean() (or .sum() with reduction='sum'), or "
-            "Weighted(total, weight) for a mean over anything but samples."
+            else "Reduce it over its microbatch: .mean() (or .sum() with reduction='sum'). Or "
+            "return Weighted(total, weight) for a mean over something other than samples."
         )
         raise ValueError(f"{what} has shape {tuple(loss.shape)}; expected a 0-d tensor. {cause}")
     if not loss.is_floating_point():
@@ -207,7 +207,7 @@ def checked_total(loss: Any, what: str, several: bool, weighted: bool = False) -
             ("Take torch.view_as_real of it, " if several else "Take ")
             + "its real part or its absolute value."
             if loss.is_complex()
-            else "An integer has no gradient: an accuracy, or a cast on the way?"
+            else "An integer has no gradient. Likely cause: an accuracy, or a cast."
         )
         raise TypeError(f"{what} is {loss.dtype}; expected a real floating-point tensor. {cause}")
     return loss
@@ -231,8 +231,8 @@ def weight_as_float(weight: Any, total: Tensor) -> Tensor:
             else describe(weight)
         )
         raise TypeError(
-            f"the weight of Weighted is {came}; expected a real 0-d tensor or a number: the sum of "
-            "the mask, say, and not the mask itself."
+            f"the weight of Weighted is {came}; expected a real 0-d tensor or a number, such as "
+            "the sum of a mask, not the mask itself."
         )
     return weight.to(total.device, torch.float64)
 

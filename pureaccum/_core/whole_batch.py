@@ -87,8 +87,8 @@ def read_cut(
     rows = flat.rows or 0 if size is None else batches.rows_to_cut(flat, root)
     if size is not None and rows == 0 and has_aux:
         raise ValueError(
-            "the batch has no samples, so the loss is never called and there is no aux to return; "
-            "has_aux=True needs one sample at least."
+            "the batch has no samples, so the loss is never called and there is no aux; expected "
+            "at least one sample, because has_aux=True."
         )
     sizes = [rows] if size is None else batches.sizes_of_batch(rows, size)
     untouched = alone and len(sizes) <= 1

@@ -218,12 +218,12 @@ def _followed(leaves: list[Tensor], engine: Engine) -> engines.Way:
     dtensors.refuse_sharded(
         [functorch.innermost(x) for x in leaves],
         "params",
-        "torch.func's transforms do not see through them: call this outside of any.",
+        "torch.func transforms do not see through them. Call this outside of any transform.",
     )
     if engine == "autograd":
         raise RuntimeError(
-            "engine='autograd' cannot run under a torch.func transform, torch.compile or make_fx; "
-            "engine='func' and 'auto' can."
+            "engine='autograd' cannot run under a torch.func transform, torch.compile or "
+            "make_fx. Use engine='func' or 'auto'."
         )
     return as_they_are(leaves)
 

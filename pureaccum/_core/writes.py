@@ -238,10 +238,10 @@ def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
     recorded = torch.is_grad_enabled() or transform_active()
     if recorded and trained and isinstance(total, Tensor) and not autograd.leads_to(total, given):
         raise ValueError(
-            "the loss depends on none of the parameters that it is given, and calls a "
-            f"{type(trained[0]).__name__} with its own. Call it with those that are given: "
-            "functional(net).apply(params, buffers, x), or torch.func.functional_call(net, params, "
-            "(x,)). What is not to be trained takes requires_grad_(False)."
+            "the loss depends on none of the parameters that it gets, but calls a "
+            f"{type(trained[0]).__name__} with its own. Call it with the given ones: "
+            "functional(net).apply(params, buffers, x), or torch.func.functional_call(net, "
+            "params, (x,)). For a module that is not trained, set requires_grad_(False)."
         )
 
 
@@ -367,14 +367,14 @@ def _named(x: Tensor, modules: list[nn.Module]) -> str:
             for key, tensor in vars(module)[table].items():
                 if tensor is not None and kernels.memory_of(tensor) == memory:
                     return f"{key!r} of {type(module).__name__}"
-    return f"a tensor of shape {tuple(x.shape)} and {x.dtype} that was there before"
+    return f"a tensor of shape {tuple(x.shape)} and {x.dtype} that existed before"
 
 
 def _sentence(does: str, what: str) -> str:
     return (
-        f"the loss {does} {what} in place, and what is given or captured is only lent to it: "
-        "the state of a run, the batch, a module's tensors. Likely causes: an operation in place "
-        "(clamp_, x += y, inplace=True, out=), under no_grad or by .data too; "
-        "nn.Embedding(max_norm=...); a BatchNorm in training mode that is not called by "
-        "functional(module).apply. Compute a new tensor, or write to a clone."
+        f"the loss {does} {what} in place, but it must not change tensors that it gets or "
+        "captures: the state of a run, the batch, a module's tensors. Likely causes: an in-place "
+        "operation (clamp_, x += y, inplace=True, out=), also under no_grad or through .data; "
+        "nn.Embedding(max_norm=...); a BatchNorm in training mode that functional(module).apply "
+        "does not call. Compute a new tensor, or write to a clone."
     )

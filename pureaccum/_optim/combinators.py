@@ -128,10 +128,10 @@ def chain(*parts: Any) -> updates.Optimizer:
         <https://optax.readthedocs.io/en/latest/api/combining_optimizers.html>`_
     """
     if not parts:
-        raise ValueError("chain() got nothing; expected gradient maps and, last, an optimizer.")
+        raise ValueError("chain got no parts; expected gradient maps and, last, an optimizer.")
     for i, part in enumerate(parts[:-1]):
         if not _has(part, "init", "update"):
-            cause = " It is an optimizer, which comes last." if _has(part, "init", "apply") else ""
+            cause = " Pass an optimizer last." if _has(part, "init", "apply") else ""
             raise TypeError(
                 f"part {i} of chain is {_named(part)}; expected a gradient map, which has "
                 f"init(params) and update(grads, state) -> (grads, state).{cause}"
@@ -148,8 +148,9 @@ def chain(*parts: Any) -> updates.Optimizer:
         if not isinstance(state, tuple) or len(state) != len(parts):
             came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
             raise TypeError(
-                f"{root} is {came}; a chain of {len(parts)} parts expects the tuple of their "
-                "states that its init or its last call returned. A state of another configuration?"
+                f"{root} is {came}; a chain of {len(parts)} parts expects the tuple of states that "
+                "its init or its last call returned. Likely cause: the state comes from another "
+                "configuration."
             )
         return partial(begin, optimizer.check(state[-1], params, f"{root}[{len(maps)}]"))
 
@@ -175,7 +176,7 @@ def chain(*parts: Any) -> updates.Optimizer:
             else:
                 options = {"donate": donate} if isinstance(map, GradientMap) else {}
                 tree, later = map.update(trees.unflatten(params[1], grads), old, **options)
-                cause = f"update of {_named(map)} has to return gradients like those it got."
+                cause = f"update of {_named(map)} must return gradients like those that it gets."
                 grads = updates.fitting_gradients(tree, params, "its grads", cause)
             new.append(trees.where(applied, later, old))
         stepped, kept = last.apply(grads, applied, donate, norm)
@@ -222,10 +223,10 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> updates.Optimizer:
         leaves, spec = params
         old = trees.unflatten(spec, leaves), state
         new: Any = plain(trees.unflatten(spec, grads), state, old[0])
-        came = "what apply returned"
-        cause = "apply(grads, state, params) has to return (params, state) as they were."
+        came = "the result of apply"
+        cause = "apply(grads, state, params) must return (params, state) like those that it gets."
         after = checks.read_tensors(new, came, cause)[1]
-        checks.check_same_structure(trees.flatten(old)[1], after, "what apply got", came, cause)
+        checks.check_same_structure(trees.flatten(old)[1], after, "the input of apply", came, cause)
         updates.fitting(new[0], params, (f"{came}[0]", "params"), cause)
         new = trees.where(applied, tuple(new), old)
         if donate and modes.may_write():
@@ -305,7 +306,8 @@ def partition(
             came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
             raise TypeError(
                 f"{root} of partition holds {came}; expected a dict with a state for each label "
-                f"in use, {sorted(of_label)}. A state of another configuration?"
+                f"in use, {sorted(of_label)}. Likely cause: the state comes from another "
+                "configuration."
             )
         begins = {
             label: known[label].check(state[label], _picked(params[0], at), f"{root}[{label!r}]")
@@ -329,14 +331,14 @@ def _positions(
         label = label_of_path(path)
         if label not in labels:
             raise ValueError(
-                f"label_of_path({path!r}) is {label!r}; expected one of {sorted(labels)}."
+                f"label_of_path({path!r}) returned {label!r}; expected one of {sorted(labels)}."
             )
         before = found.setdefault(label, {})
         if path in before:
             one, other = (trees.paths(spec, "params")[j] for j in (before[path], i))
             raise ValueError(
                 f"{one} and {other} have the same path, {path!r}; expected keys whose names, "
-                "joined by dots, tell leaves apart."
+                "joined by dots, differ."
             )
         before[path] = i
     return found

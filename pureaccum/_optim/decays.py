@@ -96,8 +96,8 @@ def exponential_decay(
     steps = checks.check_int(steps, "steps", schedules.COUNT, 1, checks.LARGEST_INT)
     if isinstance(peak, float) and isinstance(end, float) and end > peak:
         raise ValueError(
-            f"end is {end!r}, above peak={peak!r}; expected it at most there: no rate is below it. "
-            "Is end a rate, and not a count?"
+            f"end is {end!r}, above peak={peak!r}; expected at most peak, because end is the "
+            "lowest rate. Likely cause: end is a count, not a rate."
         )
 
     def rate(count: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def one_cycle(
     steps = checks.check_int(steps, "steps", schedules.COUNT, 1, checks.LARGEST_INT)
     checks.check_choice(anneal_strategy, ("cos", "linear"), "anneal_strategy")
     checks.check_choice(three_phase, (False, True), "three_phase")
-    most, expected = (0.5, "a half, since there is as long a way back") if three_phase else (1, "1")
+    most, expected = (0.5, "a half, because the way back is as long") if three_phase else (1, "1")
     expected = f"a share of the steps from 0 to {expected}"
     pct_start = checks.check_number(pct_start, "pct_start", expected, lambda it: 0 <= it <= most)
     div_factor = _check_divisor("div_factor", div_factor)

@@ -232,12 +232,14 @@ def _check_flag(applied: Any) -> Tensor:
 # Leaves --------------------------------------------------------------------------------------
 
 
-_CAUSE = "An average belongs to the params that it was made from by init."
+_CAUSE = "Pass an average that init made from these params."
 
 
 def _read_leaves(params: trees.Tree) -> trees.Flat:
     """Flatten parameters, buffers or both, or say which leaf is no tensor."""
-    leaves, spec = checks.read_tensors(params, "params", "Settings and modules cannot be averaged.")
+    leaves, spec = checks.read_tensors(
+        params, "params", "Leave out settings and modules, which have no average."
+    )
     if not leaves:
         raise ValueError("params has no leaves, so there is nothing to average.")
     return leaves, spec
@@ -253,8 +255,9 @@ def _check_kinds(leaves: list[Tensor], old: list[Tensor], spec: optree.PyTreeSpe
     for i, (x, kept) in enumerate(zip(leaves, old, strict=True)):
         if _kept_dtype(x) != kept.dtype or x.device != kept.device:
             raise ValueError(
-                f"{trees.paths(spec, 'params')[i]} is {x.dtype} on {x.device}; its average is "
-                f"{kept.dtype} on {kept.device}, and expected what init made that of. {_CAUSE}"
+                f"{trees.paths(spec, 'params')[i]} is {x.dtype} on {x.device}, but its average is "
+                f"{kept.dtype} on {kept.device}; expected the dtype and device that init got. "
+                f"{_CAUSE}"
             )
 
 

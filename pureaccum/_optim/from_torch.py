@@ -113,8 +113,8 @@ class _Class(NamedTuple):
         checks.check_state(state, TorchState, f"from_torch({self.cls.__name__})", root)
         if len(state.per_leaf) != len(params[0]):
             raise ValueError(
-                f"{root}.per_leaf has {len(state.per_leaf)} entries for {len(params[0])} leaves of "
-                f"params. {updates.BELONGS}"
+                f"{root}.per_leaf has {len(state.per_leaf)} entries; expected {len(params[0])}, "
+                f"one for each leaf of params. {updates.BELONGS}"
             )
         return self.begin
 
@@ -212,20 +212,21 @@ def _check_class(cls: Any) -> None:
         )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        way_out = " pureaccum's lbfgs takes a function." if cls is torch.optim.LBFGS else ""
+        way_out = (
+            " Use pureaccum's lbfgs, which takes a function." if cls is torch.optim.LBFGS else ""
+        )
         raise ValueError(
-            f"{cls.__name__} cannot be turned into a pure function of the gradient: its step takes "
-            "a closure and evaluates the loss again, as often as its line search asks for."
-            f"{way_out}"
+            f"{cls.__name__} cannot become a pure function of the gradient, because its step "
+            f"takes a closure and evaluates the loss again.{way_out}"
         )
 
 
 def _refuse_transforms(cls: type, tensors: list[Tensor]) -> None:
     if modes.transform_active() or functorch.any_tangent(tensors):
         raise RuntimeError(
-            f"from_torch({cls.__name__}) cannot run under a torch.func transform, torch.compile or "
-            "forward AD: the class changes parameters in place and reads numbers on the host. sgd, "
-            "adam and adamw can."
+            f"from_torch({cls.__name__}) cannot run under a torch.func transform, "
+            "torch.compile or forward AD, because the class changes parameters in place and reads "
+            "numbers on the host. Use sgd, adam or adamw."
         )
 
 
@@ -235,8 +236,8 @@ def _likeness(leaves: list[Tensor]) -> Any:
 
 def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:
     cause = (
-        f"{cls.__name__} keeps something else than after its first step, which a state of fixed "
-        "structure cannot hold."
+        f"{cls.__name__} keeps other values than after its first step, but the structure of a "
+        "state is fixed."
     )
     specs = trees.flatten(before)[1], trees.flatten(after)[1]
     checks.check_same_structure(*specs, "the state before", "the state after", cause)
@@ -264,8 +265,8 @@ def _encoded(value: Any, path: StatePath, kinds: dict[StatePath, Any]) -> Any:
         kinds[path] = kind
         return torch.full((), value, dtype=DTYPES[kind], device="cpu")
     raise TypeError(
-        f"the optimizer keeps {value!r} under {path!r}; a state can hold tensors and numbers, in "
-        "dicts, lists and tuples."
+        f"the optimizer keeps {value!r} under {path!r}; expected tensors and numbers, in dicts, "
+        "lists and tuples."
     )
 
 

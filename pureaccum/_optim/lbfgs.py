@@ -188,14 +188,14 @@ def _first_state(params: trees.Flat, lr: Any, size: int) -> LBFGSState:
 def _read(params: trees.Tree) -> trees.Flat:
     """The parameters, taken apart, if L-BFGS can work with them here."""
     leaves, spec = checks.read_params(params)
-    way_out = "sgd, adam, adamw and sam can."
+    way_out = "Use sgd, adam, adamw or sam."
     dtensors.refuse_sharded(
-        leaves, "params", f"lbfgs, which keeps flat vectors, cannot take them: {way_out}"
+        leaves, "params", f"lbfgs keeps flat vectors and does not work with them. {way_out}"
     )
     if modes.transform_active() or functorch.any_tangent(leaves):
         raise RuntimeError(
-            "lbfgs cannot run under a torch.func transform, vmap, torch.compile or forward AD: it "
-            f"decides by numbers, which the host reads. {way_out}"
+            "lbfgs cannot run under a torch.func transform, vmap, torch.compile or forward AD, "
+            f"because it decides by numbers that the host reads. {way_out}"
         )
     return leaves, spec
 
@@ -207,14 +207,15 @@ def _check(state: Any, leaves: list[Tensor], lr: Any, rules: Rules) -> None:
     if len(state.moves) != rules.history_size:
         raise ValueError(
             f"state remembers {len(state.moves)} moves, but this optimizer was made with "
-            f"history_size={rules.history_size}. A state of another configuration?"
+            f"history_size={rules.history_size}. Likely cause: the state comes from another "
+            "configuration."
         )
     came = len(state.move), state.move.dtype, state.move.device
     expected = _size(leaves), _dtype(leaves), leaves[0].device
     if came != expected:
         raise ValueError(
-            f"state.move is {came[0]} numbers in {came[1]} on {came[2]}; these params have "
-            f"{expected[0]} in {expected[1]} on {expected[2]}. {updates.BELONGS}"
+            f"state.move is {came[0]} numbers in {came[1]} on {came[2]}; expected {expected[0]} "
+            f"in {expected[1]} on {expected[2]}, as in params. {updates.BELONGS}"
         )
 
 

@@ -40,9 +40,9 @@ def check_function(func: Any, owner: str) -> None:
     if not callable(func):
         raise TypeError(
             f"func is a {type(func).__name__}; {owner} expects a function of the parameters that "
-            "gives (grads, value), since it asks for gradients again: lambda params: fn(params, "
-            "batch), where fn is a pa.grad_and_value. Gradients? sgd and adam take those; "
-            "make_step, chain and partition hand out nothing else."
+            "returns (grads, value), because it needs gradients again. Pass lambda params: "
+            "fn(params, batch), where fn is a pa.grad_and_value. To pass gradients, use sgd or "
+            "adam. make_step, chain and partition only pass gradients."
         )
 
 
@@ -53,12 +53,12 @@ def asked(
     with nullcontext() if modes.transform_active() else torch.enable_grad():
         got = func(trees.unflatten(like[1], leaves))
     if not isinstance(got, (tuple, list)) or len(got) != 2:  # pyright: ignore
-        came = f"{len(got)} things" if isinstance(got, (tuple, list)) else f"a {type(got).__name__}"  # pyright: ignore
+        came = f"{len(got)} values" if isinstance(got, (tuple, list)) else f"a {type(got).__name__}"  # pyright: ignore
         raise TypeError(
-            f"func returned {came}; expected (grads, value), as pa.grad_and_value(loss) gives "
-            "them. pa.grad, which gives no value?"
+            f"func returned {came}; expected (grads, value), as pa.grad_and_value(loss) returns "
+            "them. pa.grad returns no value."
         )
-    cause = "func(params) has to return (grads, value), in this order: a gradient for each leaf."
+    cause = "func(params) must return (grads, value), in this order, with a gradient for each leaf."
     terms = updates.fitting_gradients(got[0], like, "the grads of func", cause)
     return [g.to_dense() if g.is_sparse else g for g in terms], _checked(got[1])
 
@@ -73,14 +73,14 @@ def _checked(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.dim() or value.is_complex():
             raise ValueError(
-                f"the value of func has shape {tuple(value.shape)} and {value.dtype}; expected one "
-                "real number, a 0-d tensor, which is minimised. Reduce it with .mean() or .sum()."
+                f"the value of func has shape {tuple(value.shape)} and {value.dtype}; expected "
+                "one real number, a 0-d tensor, to minimise. Reduce it with .mean() or .sum()."
             )
         return value
     if isinstance(number := checks.as_float(value), float):
         return number
-    aux = " With has_aux it comes with aux: return value[0] alone." * (type(value) is tuple)
+    aux = " With has_aux it comes with aux. Return value[0] alone." * (type(value) is tuple)
     raise TypeError(
-        f"the value of func is a {type(value).__name__}; expected a 0-d tensor: func returns "
-        f"(grads, value), in this order.{aux}"
+        f"the value of func is a {type(value).__name__}; expected a 0-d tensor, because func "
+        f"returns (grads, value), in this order.{aux}"
     )

@@ -103,8 +103,8 @@ def _sgd(
     weight_decay = checks.check_number(weight_decay, "weight_decay")
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
-            f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "
-            "a momentum above zero and no dampening."
+            "nesterov=True needs a momentum above zero and no dampening; got "
+            f"momentum={momentum!r} and dampening={dampening!r}."
         )
     settings: Any = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     settings |= {"nesterov": nesterov, "maximize": maximize}

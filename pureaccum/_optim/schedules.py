@@ -154,9 +154,10 @@ def refuse_scheduler(lr: Any) -> None:
     kind: type = lr if isinstance(lr, type) else type(lr)
     if issubclass(kind, LRScheduler):
         raise TypeError(
-            f"lr is a scheduler of torch, {kind.__name__}, which changes the rate in an optimizer "
-            "object; expected a float, a 0-d tensor or a schedule, a function of the number of "
-            "applied steps: cosine_decay, linear_warmup, join_schedules or one of your own."
+            f"lr is {kind.__name__}, a scheduler of torch, which changes the rate in an optimizer "
+            "object; expected a float, a 0-d tensor or a schedule. A schedule is a function of "
+            "the number of applied steps: cosine_decay, linear_warmup, join_schedules or one of "
+            "your own."
         )
 
 
@@ -181,13 +182,13 @@ def rate_at(lr: Any, count: Tensor, name: str = "the schedule") -> Tensor:
     if not isinstance(number, float):
         raise TypeError(
             f"{name} returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
-            "computed from the number of applied steps. A schedule without a return?"
+            "computed from the number of applied steps. Likely cause: a schedule without a return."
         )
     if torch.compiler.is_dynamo_compiling():
         raise TypeError(
-            f"{name} returned a Python {type(rate).__name__}, which torch.compile would "
-            "bake into the graph as a constant: the rate would never change again. Compute it "
-            "from the step tensor with torch operations; for one fixed rate pass the number itself."
+            f"{name} returned a Python {type(rate).__name__}, which torch.compile would make a "
+            "constant of the graph, so the rate would never change. Compute it from the step "
+            "tensor with torch operations. For a fixed rate, pass the number itself."
         )
     return as_rate(number, count)
 
@@ -199,7 +200,8 @@ def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None
         if not lr <= most:
             raise ValueError(
                 f"lr is {lr!r}, which {trees.paths(spec, 'params')[i]} in {x.dtype} cannot hold, "
-                f"so no step would be applied; expected at most {most:.3g}. A slip in the exponent?"
+                f"so no step would be applied; expected at most {most:.3g}. Likely cause: a wrong "
+                "exponent."
             )
 
 
@@ -216,9 +218,9 @@ def check_kept(lr: Any, kept: Any, root: str) -> None:
     """Raise where the state of this name keeps a learning rate that is not its optimizer's."""
     if isinstance(lr, float) != isinstance(kept, Tensor):
         raise ValueError(
-            f"{root}.lr is {kept!r}, but this optimizer was made with lr={lr!r}. A "
-            "number is kept in the state; with a tensor or a schedule the state holds () there. A "
-            "state of another configuration?"
+            f"{root}.lr is {kept!r}, but this optimizer was made with lr={lr!r}. The state holds "
+            "a number as lr, and () for a tensor or a schedule. Likely cause: the state comes "
+            "from another configuration."
         )
 
 
@@ -296,13 +298,13 @@ def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> list[i
     if len(schedules) != len(boundaries) + 1:
         raise ValueError(
             f"there are {len(schedules)} schedules and {len(boundaries)} boundaries; expected one "
-            "more schedule than boundaries, each of which lies between two schedules."
+            "more schedule than boundaries, because each boundary lies between two schedules."
         )
     for i, schedule in enumerate(schedules):
         if not callable(schedule):
             raise TypeError(
                 f"schedules[{i}] is {schedule!r}, a {type(schedule).__name__}; expected a "
-                "schedule. One fixed rate is constant(rate)."
+                "schedule. For a fixed rate, use constant(rate)."
             )
     return check_increasing(boundaries, "boundaries")
 
@@ -316,7 +318,7 @@ def check_increasing(counts: Sequence[Any], name: str) -> list[int]:
     for i, (before, count) in enumerate(itertools.pairwise(found), 1):
         if count <= before:
             raise ValueError(
-                f"{name}[{i}] is {count}, after {before}; expected {name} to increase: they are "
-                "counts of all applied steps, not lengths."
+                f"{name}[{i}] is {count}, after {before}; expected {name} to increase, because "
+                "they count all applied steps and are not lengths."
             )
     return found

@@ -97,14 +97,16 @@ def optimizer_of(
         """The next params and state; where ``applied`` is false, the old ones bit for bit."""
         flat = checks.read_params(params)
         begun = check(state, flat, "state")(state, flat)
-        terms = fitting_gradients(grads, flat, "grads", "There is one gradient for each leaf.")
+        terms = fitting_gradients(
+            grads, flat, "grads", "Pass one gradient for each leaf of params."
+        )
         told = True if applied is None else trees.known(applied)
         return begun.apply(terms, cast(Applied, applied if told is None else told), donate, None)
 
     return Optimizer(init=init, apply=apply, check=check, in_graphs=in_graphs)
 
 
-BELONGS = "A state belongs to the params that it was made from by init."
+BELONGS = "Pass a state that init made from these params."
 
 
 def fitting(
@@ -122,8 +124,8 @@ def fitting_gradients(grads: trees.Tree, params: trees.Flat, root: str, cause: s
     for i, (g, x) in enumerate(zip(terms, params[0], strict=True)):
         if g.is_complex() and not x.is_complex():  # a cast would drop half of it
             raise TypeError(
-                f"{trees.paths(params[1], root)[i]} is {g.dtype}, and params has {x.dtype} there; "
-                "expected the gradient of a real parameter to be real."
+                f"{trees.paths(params[1], root)[i]} is {g.dtype}; expected a real gradient, "
+                f"because params has {x.dtype} there."
             )
     return terms
 
@@ -193,8 +195,8 @@ def _check(method: Method, state: Any, params: trees.Flat, root: str) -> Begin:
             fitting(getattr(state, name), params, (f"{root}.{name}", "params"))
         elif trees.tree_leaves(getattr(state, name)):
             raise ValueError(
-                f"{root}.{name} holds tensors, but this optimizer keeps none there. A state of "
-                "another configuration?"
+                f"{root}.{name} holds tensors, but this optimizer keeps none there. Likely cause: "
+                "the state comes from another configuration."
             )
     return partial(_begin, method)
 
@@ -377,13 +379,13 @@ def refuse_fused(name: str, params: list[Tensor]) -> None:
     for x in params:
         if x.is_complex():
             raise ValueError(
-                f"{name}(fused=True) came with parameters in {x.dtype}; torch's fused kernels know "
-                "no complex numbers. Use fused=False."
+                f"{name}(fused=True) does not work with parameters in {x.dtype}, because torch's "
+                "fused kernels have no complex numbers. Use fused=False."
             )
         half = x.dtype in (torch.bfloat16, torch.float16)
         if name == "sgd" and half and x.device.type == "cpu":
             raise ValueError(
-                f"sgd(fused=True) came with parameters in {x.dtype} on a CPU; torch's kernel "
-                "leaves most of them as they are, without an error, up to torch 2.13 "
+                f"sgd(fused=True) does not work with parameters in {x.dtype} on a CPU. Up to "
+                "torch 2.13, torch's kernel leaves most of them unchanged, without an error "
                 "(github.com/pytorch/pytorch/issues/191763). Use fused=False."
             )

@@ -184,8 +184,8 @@ def check_input(layer: Any, place: str, shape: torch.Size) -> None:
     channels = getattr(layer, "num_features", shape[1])
     if channels != shape[1] and (layer.affine or layer.running_mean is not None):
         raise ValueError(
-            f"{place} normalises {channels} channels, but its input has shape {tuple(shape)}; "
-            "channels are dim 1."
+            f"{place} normalises {channels} channels, but its input has shape {tuple(shape)}. "
+            "Channels are dim 1."
         )
 
 

@@ -139,7 +139,7 @@ def functional(
         tensor = shell.own_tensor(places, name)
         if is_lazy(tensor):
             raise ValueError(
-                f"{name} has no shape yet; call the lazy module once, on one batch, before "
+                f"{name} has no shape yet. Call the lazy module once, on one batch, before "
                 "functional(module)."
             )
         kind = (
@@ -147,10 +147,10 @@ def functional(
         )
         if kind is params and any(autograd.tensor_hooks(tensor)):
             raise ValueError(
-                f"{name} has a hook on its gradient, which would never be called: gradients are "
-                "those of the tensors that apply is given. Remove it, and change the gradient by a "
-                "gradient map: chain(it, optimizer), where it has init(params) and "
-                "update(grads, state) -> (grads, state)."
+                f"{name} has a hook on its gradient, which would never run, because gradients "
+                "belong to the tensors that apply gets. Remove it, and change gradients with a "
+                "gradient map: chain(it, optimizer), where it has init(params) and update(grads, "
+                "state) -> (grads, state)."
             )
         kind[name] = tensor.detach()
         held[name] = kind[name], vars(places.modules[i])[table], key
@@ -233,10 +233,10 @@ def _frozen(
             rest[name] = table[key] if x is handed_out else x
     if rest and modes.transform_active() and functorch.any_mapped(params.values()):
         raise ValueError(
-            f"the parameters are mapped by a vmap, and params[{next(iter(rest))!r}] is frozen and "
-            "not among them: members of an ensemble may differ in it. Say what it is: the same for "
-            "all, apply({**fn.frozen, **params}, ...), or of each its own, stacked and mapped as "
-            "params are: stack([fn.frozen for fn in members])."
+            f"params[{next(iter(rest))!r}] is frozen and missing, but vmap maps the parameters, "
+            "and members of an ensemble may differ in it. If all members share it, call "
+            "apply({**fn.frozen, **params}, ...). If each has its own, stack and map it as params "
+            "are: stack([fn.frozen for fn in members])."
         )
     floats = [name for name in params if name not in frozen and params[name].is_floating_point()]
     came = {params[name].dtype for name in floats}
@@ -249,9 +249,9 @@ def _frozen(
 def _missing_buffer(names: Names, buffers: Any) -> ValueError:
     missing = next(name for name in names.buffers if name not in buffers)
     return ValueError(
-        f"buffers[{missing!r}] is missing; all {len(names.buffers)} buffers of the module "
-        "were expected, since it would write to its own in place of a missing one. They "
-        "are functional(module).buffers, or the new_buffers of an earlier call."
+        f"buffers[{missing!r}] is missing; expected all {len(names.buffers)} buffers of the "
+        "module, because it would write to its own instead. Pass functional(module).buffers, or "
+        "the new_buffers of an earlier call."
     )
 
 
@@ -271,9 +271,9 @@ def _check_call(
         if x.requires_grad != required:
             was, now = ("trained", "frozen") if required else ("frozen", "trained")
             raise RuntimeError(
-                f"{name} was {was} when functional(module) was called, and is {now} now "
-                f"(requires_grad={not required}): expected the same. Call functional(module) "
-                "again, after the last requires_grad_()."
+                f"{name} was {was} when functional(module) was called, but is {now} now "
+                f"(requires_grad={not required}). Call functional(module) again, after the last "
+                "requires_grad_()."
             )
 
 
@@ -305,31 +305,31 @@ def _check(given: Any, shapes: dict[str, torch.Size], places: shell.Places, root
             raise TypeError(f"{root}[{name!r}] is a {type(tensor).__name__}; expected a tensor.")
         if tensor.shape != shape:
             raise ValueError(
-                f"{root}[{name!r}] has shape {tuple(tensor.shape)}; the module has {tuple(shape)} "
-                "there. The state of another model, or of several that are stacked? Those go "
-                "through torch.func.vmap."
+                f"{root}[{name!r}] has shape {tuple(tensor.shape)}; expected {tuple(shape)}, as "
+                "in the module. Likely cause: the state of another model, or of several stacked "
+                "ones, which need torch.func.vmap."
             )
 
 
 def _stranger(name: str, shapes: dict[str, torch.Size], places: shell.Places, root: str) -> str:
     for own, (_, *others) in places.slots.items():
         if name in [shell.full_name(places.paths[i], key) for i, _, key in others]:
-            return f"is tied to {own!r} in the module; give that one alone."
-    wrong = f"is no {'parameter' if root == 'params' else 'buffer'} of the module"
+            return f"is tied to {own!r} in the module. Pass that one alone."
+    wrong = f"is not a {'parameter' if root == 'params' else 'buffer'} of the module"
     for own in shapes:
         if name.endswith("." + own):
             prefix = name.removesuffix(own)
             return (
-                f"{wrong}, which has {own!r}. Is the prefix {prefix!r} left from a wrapper "
-                "(DistributedDataParallel, torch.compile)? Take it off."
+                f"{wrong}, which has {own!r}. Likely cause: the prefix {prefix!r} of a wrapper "
+                "(DistributedDataParallel, torch.compile). Remove the prefix."
             )
-    has = f"; the first of its {len(shapes)} is {next(iter(shapes))!r}" if shapes else ""
-    return f"{wrong}{has}. The state of another model?"
+    has = f", whose first of {len(shapes)} is {next(iter(shapes))!r}" if shapes else ""
+    return f"{wrong}{has}. Likely cause: the state of another model."
 
 
 def _refuse(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"functional() got a {type(module).__name__}; expected a torch.nn.Module.")
+        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module.")
     # Anyone who has an FSDP module has imported FSDP; an import here would cost all others.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     names = ("FSDPModule", "FullyShardedDataParallel")
@@ -338,15 +338,16 @@ def _refuse(module: Any) -> None:
         path = f"module.{name}" if name else "module"
         if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise TypeError(
-                f"{path} is a {type(part).__name__}; pass {path}.module, which it wraps: "
-                "functional_call on it gives unsynchronised gradients. To add them up over the "
-                "ranks, make_step(..., group=torch.distributed.group.WORLD), or "
+                f"{path} is a {type(part).__name__}; expected {path}.module, because "
+                "functional_call on the wrapper gives unsynchronised gradients. To sum them over "
+                "the ranks, use make_step(..., group=torch.distributed.group.WORLD), or "
                 "distributed.all_reduce of an accumulator's state."
             )
         if isinstance(part, sharded):
             raise TypeError(
-                f"{path} is sharded by FSDP ({type(part).__name__}): functional_call ignores the "
-                "parameters passed to it. Pass the module without fully_shard, and shard its "
-                "parameters instead: {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in "
-                "functional(module).params.items()}, with a batch sharded over the same mesh."
+                f"{path} is sharded by FSDP ({type(part).__name__}), and functional_call would "
+                "ignore the parameters passed to it. Pass the module without fully_shard, and "
+                "shard its parameters instead: {name: distribute_tensor(x, mesh, [Shard(0)]) for "
+                "name, x in functional(module).params.items()}. Shard the batch over the same "
+                "mesh."
             )

@@ -187,7 +187,7 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     lead = key.shape[:-1]
     if lead != x.shape[: len(lead)] or key.device != x.device:
         raise ValueError(
-            f"key has shape {tuple(key.shape)} on {key.device} where x has {tuple(x.shape)} on "
+            f"key has shape {tuple(key.shape)} on {key.device}, but x has {tuple(x.shape)} on "
             f"{x.device}; expected, on the device of x, one key for all of x, or one key per "
             "sample: shape (rows, 2), as from fold_in(key, torch.arange(rows))."
         )
@@ -233,10 +233,7 @@ def _draw(
         raise TypeError(f"shape is {shape!r}; expected a tuple of ints, none of them negative.")
     count, whole, device = math.prod(shape), (*key.shape[:-1], *shape), key.device
     if count > MOST_DRAWN:
-        raise ValueError(
-            f"shape has {checks.shown(count)} numbers; expected at most 2**57, more than any "
-            "memory holds."
-        )
+        raise ValueError(f"shape has {checks.shown(count)} numbers; expected at most 2**57.")
     blocks = -(-count // each)
     if device.type != "cpu" or not modes.may_write():
         counters = torch.arange(blocks, device=device) | DRAW

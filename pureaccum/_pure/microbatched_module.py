@@ -52,15 +52,15 @@ class WholeBatch:
         for path, part in zip(places.paths, places.modules, strict=True):
             if isinstance(part, LazyModuleMixin):
                 raise ValueError(
-                    f"module.{path} is a {type(part).__name__}, which does not know its shape yet; "
-                    "call the module once, on one batch, before functional(module)."
+                    f"module.{path} is a {type(part).__name__}, which has no shape yet. Call the "
+                    "module once, on one batch, before functional(module)."
                 )
             if module_slots.is_compiled_module(part) and "BatchNorm" in getattr(
                 part, "original_name", ""
             ):
                 raise ValueError(
-                    f"module.{path} is scripted, so that there is no cut at this BatchNorm; "
-                    "expected the module that was scripted."
+                    f"module.{path} is scripted, so pureaccum cannot cut at this BatchNorm. Pass "
+                    "the module that was scripted."
                 )
 
     def __call__(
@@ -68,7 +68,7 @@ class WholeBatch:
     ) -> tuple[Any, Tensors]:
         """Call the module with a batch; returns what it returned, and its new buffers."""
         batch = batches.read_batch({**dict(enumerate(args)), **kwargs}, "args")
-        batches.need_rows(batch, "what apply is given")
+        batches.need_rows(batch, "the input of apply")
         sizes = batches.sizes_of_batch(
             batches.rows_to_cut(batch, "args", one_by_one=True), self.size
         )
@@ -113,8 +113,8 @@ class WholeBatch:
         if batches.parts_of_batch() > 1:
             raise RuntimeError(_CUT.format(place))
         if not sum(batch.sizes) and self.group is None:
-            raise ValueError(f"{place} was given a batch without samples.")
-        dtensors.refuse_sharded([*given, *tensors.values()], "what apply is given", _NO_RULE)
+            raise ValueError(f"{place} got a batch without samples; expected at least one.")
+        dtensors.refuse_sharded([*given, *tensors.values()], "the input of apply", _NO_RULE)
         in_parts = partial(microbatch, microbatch_size=self.size, keep=self.keep)
         out, moments, notes = _run(trace, batch, in_parts, self.group)
         _update(trace, batch, new, moments, notes)
@@ -339,10 +339,10 @@ def _disproof(
         try:
             its, rows = recorded_module.recorded(batch, batch_norm.of_itself)
             if [x.func for x in its.operations] != [x.func for x in trace.operations]:
-                raise RuntimeError("it goes another way")
+                raise RuntimeError("it takes another path")
             mine, *_ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
             if not _near(mine, rows):
-                raise RuntimeError("samples that it returns are other numbers")
+                raise RuntimeError("it returns other numbers for samples")
         except Exception as error:
             errors.append(error)
 
@@ -372,25 +372,25 @@ def _came(x: Any) -> str:
 
 _NO_ROWS = (
     "{}, which the module returned for {} samples, {}; expected tensors with one row per sample "
-    "along dim 0. What all samples give together (a loss, a mean, a count) is computed from "
-    "these, by plain code after apply."
+    "along dim 0. Compute results of all samples together (a loss, a mean, a count) from these, "
+    "in plain code after apply."
 )
 _BETWEEN = (
-    "{!r} in {} has shape {} for {} samples; what lies between two BatchNorm layers has one "
-    "row per sample along dim 0."
+    "{!r} in {} has shape {} for {} samples; expected one row per sample along dim 0 between two "
+    "BatchNorm layers."
 )
 _DIFFERS = (
-    "module ({}) computes for {} samples what its trace does not, which was made with {}: {}. "
-    "Likely causes: what it computes depends on how many samples it is given, which are those of "
-    "a microbatch, or on numbers that torch does not show. Let torch's operations take all "
-    "samples at once, or leave microbatch_size out, and the batch is taken whole."
+    "module ({}) computes for {} samples another result than its trace of {} samples: {}. Likely "
+    "causes: its result depends on how many samples a microbatch has, or on numbers that torch "
+    "does not show. Use torch's operations on all samples at once, or omit microbatch_size to "
+    "take the batch whole."
 )
 _CUT = (
-    "{} couples all samples of a batch, and this call is given some of them: a cut around a cut. "
-    "Expected one: functional(module, microbatch_size=...) cuts by itself, so the function around "
-    "it takes its batch whole (microbatch_size=None)."
+    "{} couples all samples of a batch, but this call gets only some of them, because the "
+    "function around it splits the batch too. Pass microbatch_size=None to the function around "
+    "it: functional(module, microbatch_size=...) splits the batch by itself."
 )
 _NO_RULE = (
-    "torch has no rule for a batch norm of them. With plain tensors on every rank, of its own "
-    "samples, functional(module, group=...) is exact over ranks."
+    "torch has no rule for a batch norm of them. Pass plain tensors on every rank, with its own "
+    "samples: functional(module, group=...) is exact over ranks."
 )

@@ -276,16 +276,16 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 _WRITTEN_TO = (
-    "buffers[{!r}] is written to in forward, which is run for every microbatch and again for its "
-    "derivatives, and would write each time. Only BatchNorm's running statistics are updated: "
-    "expected a module that changes no other buffer (eval() for it, track_running_stats=False)."
+    "buffers[{!r}] is written to in forward, which runs for every microbatch and again for "
+    "derivatives, so it would write each time. Only the running statistics of BatchNorm are "
+    "updated. Let forward change no other buffer (eval() for it, track_running_stats=False)."
 )
-_HOOKS = "has {}, which would not run: the module is taken apart. Remove them"
+_HOOKS = "has {}, which would not run, because pureaccum runs the module in parts. Remove them"
 _NO_NORM = (
-    "{} has a forward of its own which does not call F.batch_norm, so that there is no cut at it; "
-    "call that, or super().forward."
+    "{} has a forward of its own that does not call F.batch_norm, so pureaccum cannot cut at it. "
+    "Call F.batch_norm or super().forward in it."
 )
 _ASSIGNED = (
-    "{} assigns its attribute {!r} in forward, but only what forward returns can be handed on. "
+    "{} assigns its attribute {!r} in forward, but only the result of forward can be passed on. "
     "Return it."
 )

@@ -119,9 +119,9 @@ def check_unchanged(places: Places) -> None:
         if changed(was._replace(views=contents_of(_fixed_tables([module])).views)):
             path = f"module.{path}" if path else "module"
             raise RuntimeError(
-                f"{path} ({type(module).__name__}) has other parameters or modules in it than when "
-                "functional(module) was called, which would go unnoticed: expected the same. Call "
-                "functional(module) again, after the last change."
+                f"{path} ({type(module).__name__}) has other parameters or modules than when "
+                "functional(module) was called. Call functional(module) again, after the last "
+                "change."
             )
 
 
@@ -227,10 +227,10 @@ def _nothing_run_again(
         return nullcontext()
     refused = (
         f"forward of module ({type(places.modules[0]).__name__}) saves tensors through hooks, as "
-        "torch.utils.checkpoint does, and reaches the module by more than self (a bound method, a "
-        "closure, a global name), so that the backward pass would run a part of it again with its "
-        "own tensors. Take the gradient by make_step, or by grad with engine='autograd', which put "
-        "the right ones there; or reach the module by self alone."
+        "torch.utils.checkpoint does, and reaches the module through more than self (a bound "
+        "method, a closure, a global name). The backward pass would run a part of it again with "
+        "the module's own tensors. Use make_step, or grad with engine='autograd', or reach the "
+        "module through self alone."
     )
     around = autograd.saved_tensors_hooks()
     if around is None:
@@ -274,7 +274,7 @@ def _call_shell(
         pairs = zip(shell.tables, chain(*map(dict.values, places.were)), strict=True)
         made = next((key for table, were in pairs for key in table if key not in were), "one")
         raise RuntimeError(
-            f"forward made {made!r}, a parameter, buffer or module that was not there when "
+            f"forward made {made!r}, a parameter, buffer or module that did not exist when "
             "functional(module) was called. Call the module once, on one batch, before that."
         )
     # One that failed, or that a checkpoint holds on to, is left as it is.

@@ -325,9 +325,9 @@ class Recorder(TorchFunctionMode):
         if frame is not None:
             file, number = frame.f_code.co_filename, frame.f_lineno
             code = linecache.getline(file, number).strip()
-            line = f", at {Path(file).name} line {number}: `{code}`"
+            line = f" This is at {Path(file).name} line {number}: `{code}`."
         where = where if isinstance(where, str) else self.place(where)
-        self.refusal = self.refusal or f"{where} {what}{line}. {_WAYS_OUT}"
+        self.refusal = self.refusal or f"{where} {what}.{line} {_WAYS_OUT}"
         raise RefusedError(self.refusal)
 
 
@@ -361,40 +361,40 @@ _NUMBERS = {"add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "
     *("fill", "full", "new_full", "full_like", "tensor", "as_tensor", "new_tensor"),
 }
 _CUT = "cannot be cut at its BatchNorm layers: "
-_READS = f"{_CUT}what it computes must not depend on the numbers that it is given ({{}})"
+_READS = f"{_CUT}its result must not depend on numbers of its input ({{}})"
 _HIDDEN = (
-    f"{_CUT}it asks a tensor for its {{}}, or sets that, which transforms see otherwise; detach() "
-    "does what data is for"
+    f"{_CUT}it reads or sets {{}} of a tensor, which transforms see differently. Use detach() "
+    "instead of data"
 )
-_ROWS = f"{_CUT}what it computes must not depend on how many samples it is given"
+_ROWS = f"{_CUT}its result must not depend on how many samples it gets"
 _MODES = (
-    f"{_CUT}it computes under no_grad or autocast, which is not recorded (so does a "
-    "torch.autograd.Function)"
+    f"{_CUT}it computes under no_grad or autocast, as a torch.autograd.Function does, which the "
+    "trace does not record"
 )
-_UNSEEN = f"{_CUT}it uses a tensor that no operation was seen to make (a scripted function?)"
+_UNSEEN = f"{_CUT}it uses a tensor of no traced operation. Likely cause: a scripted function"
 DRAWS = (
-    f"{_CUT}it draws random numbers that do not depend on its input, and would draw others for "
-    "each microbatch; draw them like the input, torch.rand_like(x)"
+    f"{_CUT}it draws random numbers that do not depend on its input, so each microbatch would get "
+    "others. Draw them like the input: torch.rand_like(x)"
 )
 _LEADS_BACK = (
-    f"{_CUT}it reaches a tensor of the module by more than self (a closure, a global name), and so "
-    "not the one that apply is given; reach it by self alone"
+    f"{_CUT}it reaches a tensor of the module through more than self (a closure, a global name), "
+    "which apply does not replace. Reach it through self alone"
 )
 _SHARED = (
-    "to a tensor that is read again as another one, perhaps through a view; use the operation that "
-    "gives a new tensor: x = x + y in place of x += y, relu in place of relu_, inplace=False"
+    "to a tensor that is read again as another one, perhaps through a view. Use an operation that "
+    "returns a new tensor: x = x + y instead of x += y, relu instead of relu_, inplace=False"
 )
 _OWN = (
-    "to its own module.{}, but forward is run for every microbatch and again for its derivatives, "
-    "and would write each time; keep such a state outside"
+    "to its own module.{}, but forward runs for every microbatch and again for derivatives, so it "
+    "would write each time. Keep such a state outside"
 )
-_NO_BUFFERS = f"{_CUT}its batch_norm has running statistics that are no buffers of the module"
-_NO_BATCH = "is given what does not depend on the batch; expected samples, or no running statistics"
+_NO_BUFFERS = f"{_CUT}its batch_norm has running statistics that are not buffers of the module"
+_NO_BATCH = "gets an input that is not of the batch; expected samples, or no running statistics"
 _NO_CUT = (
-    "calls {} with training=True, where there is no cut; expected nn.BatchNorm1d, 2d or 3d, or "
-    "F.batch_norm, in a forward that is looked into"
+    "calls {} with training=True, where pureaccum cannot cut; expected nn.BatchNorm1d, 2d or 3d, "
+    "or F.batch_norm, in a forward that is traced"
 )
 _WAYS_OUT = (
-    "Put it into a function under torch.overrides.wrap_torch_function, which is not looked into, "
-    "or leave microbatch_size out, and the batch is taken whole."
+    "Put it into a function under torch.overrides.wrap_torch_function, which is not traced, or "
+    "omit microbatch_size to take the batch whole."
 )

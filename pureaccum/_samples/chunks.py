@@ -107,7 +107,11 @@ def of_arguments(
 
     def call(params: trees.Tree, *rest: Any) -> Any:
         given = dict(zip(at, (params,) if alone else params, strict=True))
-        return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
+        try:
+            return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
+        except Exception as error:
+            losses.advise_on_arguments(error, (), {})
+            raise
 
     return args[at[0]] if alone else tuple(args[i] for i in at), call
 
@@ -126,7 +130,9 @@ def sampled(
     What is ``known`` is of the user's function: ``func`` is another one at each call.
     """
     leaves, spec = checks.read_params(params)
-    dtensors.refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
+    dtensors.refuse_sharded(
+        leaves, "params", "Use per_sample_grad with reduce=..., which takes them."
+    )
     parts = scaling.parts_of(how.transform, params)
     cut_at = checks.positions(cut, len(args), "batch_argnums")
     checks.check_disjoint(at, cut_at)
@@ -136,7 +142,7 @@ def sampled(
     ):
         raise ValueError(
             "the batch has no samples, so the loss is never called and there are no aux or "
-            "metrics to return; they need one sample at least."
+            "metrics; expected at least one sample."
         )
     if how.chunk_size is not None:
         checks.refuse_autocast_cache(leaves)
@@ -293,7 +299,7 @@ def _gradient_of(leaf: Tensor, grad: Tensor | None) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-TRANSFORMED, OF_EACH = "what transform returned", "There is one for each sample."
+TRANSFORMED, OF_EACH = "the result of transform", "Return one tensor for each sample."
 
 
 def like_transformed(transform: scaling.Transform | scaling.Clip, params: trees.Tree) -> trees.Tree:

@@ -128,7 +128,7 @@ def gramian(
     return wraps(func)(history.with_history(partial(by, how), known, plain))
 
 
-_DTENSORS = "a Gramian is taken of what one rank has, such as x.full_tensor()."
+_DTENSORS = "A Gramian covers the numbers of one rank. Pass x.full_tensor()."
 
 Part = dict[int, trees.Tree]  # of a batch, by the positions of arguments
 
@@ -149,8 +149,8 @@ def _read_other(other: trees.Tree, its: Part, several: bool) -> batches.Batch:
     found = other if several else (other,)
     if not isinstance(found, tuple) or len(found) != len(its):  # pyright: ignore
         raise ValueError(
-            f"other is a {type(other).__name__}; expected a tuple of {len(its)}, which stands in "
-            "the place of the batch arguments."
+            f"other is a {type(other).__name__}; expected a tuple of {len(its)}, one for each "
+            "batch argument."
         )
     # of which an error says where it is
     batches.need_rows(batches.read_batch(other, "other"), "other")
@@ -160,8 +160,7 @@ def _read_other(other: trees.Tree, its: Part, several: bool) -> batches.Batch:
     )
     if batch.spec != expected:
         raise ValueError(
-            f"other has the structure {batch.spec}, and the batch {expected}; expected another "
-            "batch of the same kind."
+            f"other has the structure {batch.spec}; expected {expected}, as in the batch."
         )
     return batch
 

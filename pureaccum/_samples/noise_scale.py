@@ -184,8 +184,8 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         signal, noise = batch.signal, batch.noise
         if signal.shape != averages.signal.shape:
             raise ValueError(
-                f"the batch has {len(signal) - 1} leaves, the averages {len(averages.signal) - 1}; "
-                "averages belong to the params that they were made from by init."
+                f"averages has {len(averages.signal) - 1} leaves; expected {len(signal) - 1}, as "
+                "in the batch. Pass averages that init made from these params."
             )
         ok = torch.isfinite(torch.cat([signal, noise])).all()
         later = trees.tree_map(
@@ -231,8 +231,8 @@ def read_noise(seen: Any) -> BatchNoise:
     )
     if counted is not None and getattr(seen, counted).dim() != 0:
         raise ValueError(
-            f"the {type(seen).__name__} is stacked: each member has a noise scale of its own; "
-            "torch.func.vmap(noise_scale)(...) gives them all."
+            f"the {type(seen).__name__} is stacked, and each member has its own noise scale. Use "
+            "torch.func.vmap(noise_scale)(...)."
         )
     if isinstance(seen, BatchNoise):
         return seen
@@ -244,14 +244,14 @@ def read_noise(seen: Any) -> BatchNoise:
         return noise_of(sums, seconds, seen.weight, seen.samples)
     if not isinstance(seen, ledger.AccumState):
         raise TypeError(
-            f"the noise scale was asked of a {type(seen).__name__}; expected the AccumState of an "
-            "accumulator with squares=True, Moments, or the noise of a StepInfo (with noise=True)."
+            f"noise_scale got a {type(seen).__name__}; expected the AccumState of an accumulator "
+            "with squares=True, Moments, or the noise of a StepInfo (with noise=True)."
         )
     sums = trees.tree_leaves(seen.grads)
     if not isinstance(seen.squares, Tensor) or len(seen.squares) != len(sums) + 1:
         raise ValueError(
-            "the state has not summed the squared norms of gradients: make the accumulator with "
-            "squares=True (and reduce='sum' or 'mean'; of 'moments', pass what finalize gives)."
+            "the state has no squared norms of gradients. Make the accumulator with squares=True "
+            "(and reduce='sum' or 'mean'). With 'moments', pass the result of finalize."
         )
     means = [trees.norm(x).double() / seen.weight for x in sums]
     return noise_of(means, seen.squares[:-1], seen.weight, seen.squares[-1])
@@ -277,7 +277,7 @@ def _scales(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: trees.Tree
     names = trees.paths(trees.flatten(like)[1], "params")
     if len(names) != len(signal) - 1:
         raise ValueError(
-            f"like has {len(names)} leaves; expected params, of which {len(signal) - 1} were seen."
+            f"like has {len(names)} leaves; expected params with {len(signal) - 1} leaves."
         )
     return {name: NoiseScale(*fields[:, i + 1]) for i, name in enumerate(names)}
 

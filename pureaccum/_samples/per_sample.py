@@ -203,7 +203,7 @@ def per_sample_accumulator(  # noqa: D417
     def init(params: trees.Tree) -> AccumState:
         """Return the state of no samples."""
         leaves, _ = checks.read_params(params)
-        taker = "per_sample_grad is what takes them, with reduce=..."
+        taker = "Use per_sample_grad with reduce=..., which takes them."
         dtensors.refuse_sharded(leaves, "params", taker)
         with checks.outside_inference_mode():
             like = chunks.like_transformed(how.transform, params)
@@ -213,7 +213,8 @@ def per_sample_accumulator(  # noqa: D417
     def update(state: AccumState, params: trees.Tree, *args: Any, donate: bool = False) -> Any:
         """Return the state with one more batch, and aux and metrics if there are any."""
         ledger.check_squares(ledger.read_state(state), squares)
-        call, given = lambda params, *args: func(params, *args[1:]), (params, *args)
+        given = params, *args
+        _, call = chunks.of_arguments(func, (0,), True, given, {})
         seen, beside = chunks.sampled(call, params, given, (0,), batches, how, known)
         in_place = donate and modes.may_write()
         with checks.outside_inference_mode():
@@ -245,11 +246,11 @@ def _on_this_rank(
     """This rank's samples of the batches, all else whole, and the ranks over which samples lie."""
     why = ""
     if modes.transform_active():
-        why = "torch.func's transforms do not see through them."
+        why = "torch.func transforms do not see through them. Call this outside of any transform."
     elif reductions.is_reducer(reduce):
-        why = "a Reducer of yours cannot be added up over ranks; 'sum', 'mean', 'moments' can."
+        why = "Your own Reducer cannot be summed over ranks. Use 'sum', 'mean' or 'moments'."
     if why:
-        raise ValueError(f"the arguments hold DTensors, and {why}")
+        raise ValueError(f"the arguments hold DTensors. {why}")
     at = checks.positions(batches, len(args), "batch_argnums")
     over = sharded_rows.rows_over([x for i in at for x in trees.tree_leaves(args[i])])
     its = [

@@ -54,9 +54,7 @@ class Moments(NamedTuple):
     def variance(self) -> trees.Tree:
         """Return the unbiased elementwise variance of a sample's gradient, NaN for one sample."""
         if self.weight.dim() != 0:
-            raise ValueError(
-                "the Moments are stacked; torch.func.vmap(Moments.variance)(...) does."
-            )
+            raise ValueError("the Moments are stacked. Use torch.func.vmap(Moments.variance)(...).")
         each = torch.where(self.samples > 1, self.weight / (self.samples - 1), torch.nan)
 
         def of(mean: Tensor, second: Tensor) -> Tensor:
@@ -91,8 +89,8 @@ def read_reduce(reduce: Any) -> ChunkReducer:
     if reductions.is_reducer(reduce):
         return _of_user(reduce)
     raise ValueError(
-        f"reduce is {reduce!r}; expected {', '.join(map(repr, REDUCERS))} or "
-        "Reducer(init, update, merge, finalize); per_sample_grad also knows 'concat'."
+        f"reduce is {reduce!r}; expected {', '.join(map(repr, REDUCERS))} or Reducer(init, "
+        "update, merge, finalize). per_sample_grad also takes 'concat'."
     )
 
 
@@ -241,8 +239,8 @@ def _check_kind(state: Any, moments: bool) -> None:
     if isinstance(state, MomentSums) != moments:
         came, expected = ("'sum' or 'mean'", "'moments'")[:: 1 if moments else -1]
         raise ValueError(
-            f"state.grads is a {type(state).__name__}: the state was made with reduce={came}, and "
-            f"this accumulator with {expected}; expected a state from its own init."
+            f"state.grads is a {type(state).__name__}, of a state made with reduce={came}, but "
+            f"this accumulator was made with {expected}. Pass a state from its own init."
         )
 
 

@@ -51,8 +51,8 @@ def parts_of(transform: Transform | Clip, params: trees.Tree) -> list[list[int]]
             "max_norm"
         )
         raise ValueError(
-            "max_norm is a tree of numbers that is no prefix of params: a number in it is for all "
-            "that lies below, and a tree in it has the keys that params have there. optree said: "
+            "max_norm is a tree of numbers that is not a prefix of params. A number is for all "
+            "leaves below it, and a subtree has the keys of params. optree says: "
             f"{' '.join(str(first).split())}"
         ) from error
     return [[i for i, part in enumerate(of) if part == k] for k in range(len(transform.scalings))]

@@ -170,8 +170,8 @@ def collect_buffers(
     for i, (leaf, other) in enumerate(zip(leaves, given, strict=True)):
         if leaf.dtype != other.dtype:
             raise ValueError(
-                f"{trees.paths(spec, 'new_buffers')[i]} is {leaf.dtype}; buffers has {other.dtype} "
-                f"there. {_CAUSE}"
+                f"{trees.paths(spec, 'new_buffers')[i]} is {leaf.dtype}; expected {other.dtype}, "
+                f"as in buffers. {_CAUSE}"
             )
     if policy == "freeze":
         return Carried((), ())
@@ -184,18 +184,18 @@ def collect_buffers(
         its = [call for call in seen if call.running_mean is leaves[at.mean]]
         if len(its) > 1:
             raise ValueError(
-                f"{trees.paths(spec, 'new_buffers')[at.mean]} was to be updated by {len(its)} "
-                "calls of batch norm in one microbatch, and one update from all of them is not "
-                "defined. Use buffers='sequential' for a layer that is called more than once."
+                f"{trees.paths(spec, 'new_buffers')[at.mean]} got updates from {len(its)} calls "
+                "of batch norm in one microbatch, but buffers='pooled' needs one. Use "
+                "buffers='sequential' for a layer that is called more than once."
             )
         calls.append(its[0] if its else None)
         if its and at.tracked is not None:
             values[at.tracked] = given[at.tracked]  # the one update is counted at the end
     if strangers := len(seen) - len(calls) + calls.count(None):
         raise ValueError(
-            f"batch norm was to update {strangers} running mean(s) that are not in new_buffers. "
-            "Call each module once in a microbatch, through functional(module).apply, and return "
-            "the new_buffers that it returned as they are, 'running_mean' beside 'running_var'."
+            f"batch norm updated {strangers} running mean(s) that are not in new_buffers. Call "
+            "each module once in a microbatch, through functional(module).apply, and return its "
+            "new_buffers unchanged, 'running_mean' with 'running_var'."
         )
     return Carried(
         trees.unflatten(spec, values), layer_moments(calls, [leaves[at.mean] for at in found])
@@ -315,6 +315,6 @@ class _Watch(TorchFunctionMode):
 
 
 _CAUSE = (
-    "With buffers, aux is (new_buffers, aux), and new_buffers are like buffers: return what "
-    "functional(module).apply returned."
+    "With buffers, aux is (new_buffers, aux), and new_buffers are like buffers. Return the "
+    "new_buffers of functional(module).apply."
 )

@@ -46,9 +46,9 @@ def check_values(values: Values, *given: writes.Given) -> None:
         for name, x in zip(trees.paths(spec, root), leaves, strict=True):
             if not isinstance(x, Tensor) and hasattr(x, "__array__"):
                 raise refusals.CompileError(
-                    f"{name} is a {type(x).__module__}.{type(x).__name__}, and a compiler computes "
-                    "with it as with a tensor: hand over float(x) or int(x), which is a constant, "
-                    "or torch.as_tensor(x)."
+                    f"{name} is a {type(x).__module__}.{type(x).__name__}, which a compiler "
+                    "treats as a tensor. Pass float(x) or int(x), which is a constant, or "
+                    "torch.as_tensor(x)."
                 )
             if _is_number(x):
                 before = values.setdefault(name, {})
@@ -63,12 +63,11 @@ def _sentence(name: str, x: Any, before: list[Any]) -> str:
     kind = next(kind for kind in DTYPES if isinstance(x, kind))
     return (
         f"{name} is {x!r} after {', '.join(map(repr, before))}: its ninth value. In a compiled "
-        "step a Python number is a constant, and each value takes graphs of its own. Hand over "
-        f"what changes at every step as a tensor, torch.tensor({x!r}, dtype=torch.{DTYPES[kind]}), "
-        "in an argument after the batch: step(state, batch, t). It promotes as a tensor: it "
-        "leaves floats that have dimensions in their dtype, widens those that have none, and is a "
-        "float32 where an int64 is divided; a policy casts it. For a size, a range or a branch, "
-        "which take a number, keep to these values, or leave compile out."
+        "step a Python number is a constant, and each value needs its own graphs. Pass a number "
+        f"that changes at every step as a tensor, torch.tensor({x!r}, "
+        f"dtype=torch.{DTYPES[kind]}), in an argument after the batch: step(state, batch, t). It "
+        "promotes as a tensor, and a policy casts it. For a size, a range or a branch, use only "
+        "these values, or leave compile out."
     )
 
 
@@ -83,17 +82,17 @@ def check_compilable(rule: seams.Rule, settings: Any) -> None:
     strange = [name for name in ({} if settings is True else settings) if name not in taken]
     if strange:
         raise ValueError(
-            f"compile has {strange[0]!r}; what it may hand on to torch.compile is "
+            f"compile has {strange[0]!r}; expected only arguments of torch.compile: "
             f"{', '.join(taken)}."
         )
     if rule.engine == "autograd":
         raise ValueError(
-            "engine='autograd' came with compile; a graph is made of torch.func. For checkpoints "
-            "leave compile out, or use engine='func' without them: a graph recomputes by itself "
-            "what is cheap."
+            "engine='autograd' does not work with compile, because a graph is made with "
+            "torch.func. For checkpoints, leave compile out. Or use engine='func' without "
+            "checkpoints: a graph recomputes cheap operations by itself."
         )
     if rule.nonfinite == "raise":
         raise ValueError(
-            "nonfinite='raise' came with compile; it has to look at the numbers, which a graph "
-            "cannot. Use 'skip' or 'propagate', and look at info.applied afterwards."
+            "nonfinite='raise' does not work with compile, because it has to look at the numbers, "
+            "which a graph cannot. Use 'skip' or 'propagate', and look at info.applied afterwards."
         )

@@ -126,14 +126,14 @@ def dynamic_loss_scale(
     hysteresis = _check_count("hysteresis", hysteresis, "1 backs off at every overflow")
     if min_scale > max_scale:
         raise ValueError(
-            f"min_scale is {min_scale!r}, above max_scale={max_scale!r}; expected it below, or no "
-            "scale lies between the two."
+            f"min_scale is {min_scale!r}, above max_scale={max_scale!r}; expected at most "
+            "max_scale."
         )
     if not min_scale <= init_scale <= max_scale:
         below = init_scale < min_scale
         raise ValueError(
-            f"init_scale is {init_scale!r}; expected it between min_scale={min_scale!r} and "
-            f"max_scale={max_scale!r}, where every update holds the scale. To start there, pass "
+            f"init_scale is {init_scale!r}; expected a number between min_scale={min_scale!r} and "
+            f"max_scale={max_scale!r}, where every update keeps the scale. To start there, pass "
             f"{'min_scale' if below else 'max_scale'}={init_scale!r} or "
             f"{'less' if below else 'more'}."
         )
@@ -275,13 +275,13 @@ def scale_of_scaler(old: Any, scaler: Any) -> LossScaleState:
     """A loss scale that goes on where a ``GradScaler`` of torch stopped, of its ``state_dict``."""
     if not isinstance(old, LossScaleState):
         raise ValueError(
-            "scaler came, and the state has no loss scale: make_step(..., "
+            "scaler needs a state with a loss scale, but this state has none. Use make_step(..., "
             "loss_scale=dynamic_loss_scale(...))."
         )
     if not isinstance(scaler, Mapping) or not {"scale", "_growth_tracker"} <= {*scaler}:
         raise TypeError(
-            f"scaler is {scaler!r}; expected the state_dict() of a GradScaler, a dict with 'scale' "
-            "and '_growth_tracker'. That of a disabled one is empty."
+            f"scaler is {scaler!r}; expected the state_dict() of a GradScaler, a dict with "
+            "'scale' and '_growth_tracker'. A disabled GradScaler has an empty one."
         )
     tracker = int(scaler["_growth_tracker"])
     return named_leaves.tree_set(old, scale=float(scaler["scale"]), growth_tracker=tracker)

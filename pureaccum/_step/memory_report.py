@@ -129,13 +129,13 @@ def memory_report(
         `The meta device <https://docs.pytorch.org/docs/stable/meta.html>`_
     """
     if not callable(step):
-        raise TypeError(f"step is a {type(step).__name__}; expected what make_step returned.")
+        raise TypeError(f"step is a {type(step).__name__}; expected the result of make_step.")
     checks.check_state(state, TrainState, "make_step")
     params, _ = checks.read_params(state.params, "state.params")
     if hasattr(step, "form") and step.form(state, batch, *shared) != "eager":  # pyright: ignore
         raise ValueError(
-            "memory_report came with a step that compiles itself; graphs plan their own memory. "
-            "Report the same step without compile."
+            "memory_report does not work with a step that compiles itself, because graphs plan "
+            "their own memory. Report the same step without compile."
         )
     held = [dtensors.local(x) for x in params]
     sums = sum(x.numel() * trees.accumulation_dtype(x.dtype).itemsize for x in held)

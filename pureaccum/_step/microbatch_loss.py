@@ -131,8 +131,8 @@ def _three(out: Any, has_aux: bool) -> tuple[Any, trees.Tree, Any]:
     if not losses.is_pair(out) or (has_aux and not losses.is_pair(out[1])):
         wanted = "(loss, (new_buffers, aux))" if has_aux else "(loss, new_buffers)"
         raise TypeError(
-            f"the loss returned a {type(out).__name__}; with buffers configured and "
-            f"has_aux={has_aux} it returns {wanted}."
+            f"the loss returned a {type(out).__name__}; expected {wanted}, because buffers are "
+            f"configured and has_aux={has_aux}."
         )
     return (out[0], *out[1]) if has_aux else (*out, ())
 

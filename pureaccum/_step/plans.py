@@ -98,13 +98,14 @@ def read_train_state(plan: Plan, state: TrainState) -> trees.Flat:
     if scaled != (plan.loss_scale is not None):
         raise ValueError(
             f"state.loss_scale is {state.loss_scale!r}, but this step was made "
-            f"{'without' if scaled else 'with'} a loss scale. A state of another configuration?"
+            f"{'without' if scaled else 'with'} a loss scale. Likely cause: the state comes from "
+            "another configuration."
         )
     if not isinstance(state.key, torch.Tensor) or state.key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
         came = tuple(state.key.shape) if isinstance(state.key, torch.Tensor) else state.key  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"state.key is {came!r}; expected a key of shape (2,), as key(seed) makes it. States "
-            "that are stacked go through torch.func.vmap."
+            f"state.key is {came!r}; expected a key of shape (2,), as key(seed) makes it. For "
+            "stacked states, use torch.func.vmap."
         )
     leaves, spec = checks.read_params(state.params, "state.params")
     checks.refuse_autocast_cache(leaves)
@@ -126,10 +127,11 @@ def check_window(plan: Plan, state: TrainState, window: StepWindow, params: tree
         trees.flatten(begin_buffers(plan.calling.buffers, state.buffers))[1],
         trees.flatten(window.buffers)[1],
     )
-    cause = f"This step was made with buffers={plan.calling.buffers!r}; a window of another one?"
-    checks.check_same_structure(
-        *specs, "those that step.begin(state) gives", "window.buffers", cause
+    cause = (
+        f"This step was made with buffers={plan.calling.buffers!r}. Likely cause: the window "
+        "comes from another step."
     )
+    checks.check_same_structure(*specs, "the buffers of step.begin(state)", "window.buffers", cause)
 
 
 def check_buffers(plan: Plan, given: trees.Tree) -> None:
@@ -137,11 +139,11 @@ def check_buffers(plan: Plan, given: trees.Tree) -> None:
     absent, policy = given is None or (isinstance(given, tuple) and not given), plan.calling.buffers
     if absent and policy is not None:
         raise ValueError(
-            f"this step was made with buffers={policy!r}, but the buffers are missing. Pass "
-            "them to init: step.init(fn.params, buffers=fn.buffers)."
+            f"this step was made with buffers={policy!r}, but the buffers are missing. Pass them "
+            "to init: step.init(fn.params, buffers=fn.buffers)."
         )
     if not absent and policy is None:
         raise ValueError(
-            "buffers came, but make_step was not told what becomes of them: make_step(..., "
-            "buffers='freeze'), 'sequential' or 'pooled'."
+            "buffers were passed, but make_step does not know how to update them. Use "
+            "make_step(..., buffers='freeze'), 'sequential' or 'pooled'."
         )

@@ -130,13 +130,13 @@ def check_same(
     dtensors.refuse_sharded(
         leaves,
         "params",
-        "group adds up what every rank holds whole. Leave group out: a batch that is sharded over "
-        "the mesh (distribute_tensor) is added up over its ranks.",
+        "With group, every rank holds params whole. Omit group: a step sums a batch that is "
+        "sharded over the mesh (distribute_tensor) over its ranks.",
     )
     begun = {"params": params, "buffers": buffers, "key": key}
     cause = (
-        "Every rank makes the same steps from the same beginning, by the same settings. Seed all "
-        "ranks alike before the model is made (torch.manual_seed), or send the parameters of one "
+        "All ranks must make the same steps from the same state, with the same settings. Seed all "
+        "ranks alike before you make the model (torch.manual_seed), or send the parameters of one "
         "rank to the others (torch.distributed.broadcast)."
     )
     device = leaves[0].device
@@ -152,16 +152,17 @@ def refuse_derivative(plan: plans.Plan) -> None:
     """Raise where a stream over several ranks is differentiated."""
     if plan.group is not None and functorch.differentiating():
         raise RuntimeError(
-            "a stream over several ranks came under a transform that differentiates. Each rank has "
-            "as many microbatches as it has, and the derivative would have to reach the others at "
-            "each of them. Expected step(state, batch), of which it does so once."
+            "a stream over several ranks does not work under a transform that differentiates, "
+            "because ranks may have different numbers of microbatches, and a derivative would "
+            "have to reach the others at each of them. Use step(state, batch), which reaches them "
+            "once."
         )
 
 
 _CAUSE = (
-    "All ranks make the same steps from the same state, and this one was not made. Did one load a "
-    "checkpoint of another step, was it given other settings, or does it call its steps in another "
-    "order?"
+    "All ranks must make the same steps from the same state, and this step was not made. Likely "
+    "causes: one rank loaded a checkpoint of another step, has other settings, or calls its steps "
+    "in another order."
 )
 
 
@@ -196,7 +197,7 @@ def _claimed(
 
     def words() -> list[claims.Table]:
         table, *rest = mine.words()
-        return [{**table, "what refuses the step": refused}, *rest]
+        return [{**table, "the error of the loss": refused}, *rest]
 
     return mine._replace(kind=mine.kind + 1, words=words)
 

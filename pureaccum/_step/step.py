@@ -207,8 +207,8 @@ def _size_of(size: Any, budget: object, retry_after: object) -> int | list[int] 
     ):
         if option is not None and not auto_size.is_auto(size):
             raise ValueError(
-                f"{name}={option!r} came with microbatch_size={size!r}; it is for "
-                "microbatch_size='auto', which looks for a size."
+                f"{name}={option!r} only works with microbatch_size='auto', which looks for a "
+                f"size; got microbatch_size={size!r}."
             )
         if option is not None:
             checks.check_int(option, name, f"an int of at least 1, {expected}", 1)
@@ -231,8 +231,8 @@ def _check_parts(
         buckets.group_of(group)
         if buffers == "sequential":
             raise ValueError(
-                "buffers='sequential' came with group, but ranks work at the same time: expected "
-                "'pooled', one update from the samples of all ranks, or 'freeze'."
+                "buffers='sequential' does not work with group, because ranks run at the same "
+                "time. Use 'pooled', one update from the samples of all ranks, or 'freeze'."
             )
 
 
@@ -343,9 +343,9 @@ def _check_beginning(leaves: list[torch.Tensor], spec: Any) -> None:
             checks.refuse_without_graph("the first state of a run")
         if x.grad_fn is not None:
             raise ValueError(
-                f"{trees.paths(spec, 'params')[i]} was computed from what requires grad "
-                f"({x.grad_fn.name()}), and a run begins with numbers. Expected x.detach(). To "
-                "differentiate a step with respect to it: state._replace(params=params)."
+                f"{trees.paths(spec, 'params')[i]} was computed from tensors that require grad "
+                f"({x.grad_fn.name()}), but a run begins with numbers. Pass x.detach(). To "
+                "differentiate a step with respect to it, use state._replace(params=params)."
             )
 
 

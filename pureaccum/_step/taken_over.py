@@ -146,7 +146,7 @@ def export_state(
     """
     checks.check_state(state, TrainState, "export_state")
     if optimizer is None and scaler is None:
-        raise ValueError("neither optimizer nor scaler came; expected a state_dict() to fill.")
+        raise ValueError("optimizer and scaler are both None; expected a state_dict() to fill.")
     made: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
         theirs, ours = _by_name(optimizer, names), _names_of(state.params)
@@ -186,15 +186,15 @@ def _by_name(state_dict: Any, names: Sequence[str] | None) -> dict[str, Theirs]:
     named = [name for group in groups for name in group.get("param_names", ())]
     if names is None and len(named) != len(order):
         raise ValueError(
-            "the optimizer was made without the names of its parameters. Pass names, in the order "
-            "in which it was given the parameters: [name for name, _ in model.named_parameters()]; "
-            "or make it with named_parameters()."
+            "optimizer has no names for its parameters. Pass names, in the order in which it got "
+            "the parameters: [name for name, _ in model.named_parameters()]. Or make it with "
+            "named_parameters()."
         )
     known = named if names is None else list(names)
     if len(known) != len(order) or len({*known}) != len(known):
         raise ValueError(
-            f"names has {len(known)} names, {len({*known})} of them different, and the optimizer "
-            f"has {len(order)} parameters; expected a name for each."
+            f"names has {len(known)} names, {len({*known})} of them different; expected "
+            f"{len(order)} different names, one for each parameter of the optimizer."
         )
     kept = state_dict["state"]
     pairs = zip(known, order, strict=True)
@@ -210,11 +210,13 @@ def _check_names(theirs: dict[str, Theirs], ours: list[str]) -> None:
     strangers = {name: it.kept for name, it in theirs.items() if name not in ours and it.kept}
     moved = [name for name, kept in strangers.items() if kept.get("step", 1)]
     if missing or moved:
-        which = f"state.params has {missing[0]!r}" if missing else f"it has steps of {moved[0]!r}"
-        other = "the optimizer has none of that name" if missing else "state.params has none"
+        which = (
+            f"state.params has {missing[0]!r}" if missing else f"torch has steps of {moved[0]!r}"
+        )
+        other = "the optimizer has no such name" if missing else "state.params has no such name"
         raise ValueError(
-            f"{which}, and {other}. Names of another module, or of a wrapper ('module.', "
-            "'_orig_mod.')? A parameter that is frozen here and was not there?"
+            f"{which}, but {other}. Likely causes: names of another module or of a wrapper "
+            "('module.', '_orig_mod.'), or a parameter that is frozen here and was not there."
         )
 
 
@@ -237,7 +239,7 @@ def _visited(
         *maps, last = node
         return (*maps, _visited(last, names, f"{root}[{len(maps)}]", visit))
     raise ValueError(
-        f"{root} is a {type(node).__name__}, which torch has no counterpart of; expected a state "
+        f"{root} is a {type(node).__name__}, which has no counterpart in torch; expected a state "
         "of sgd, adam, adamw or from_torch, or of a chain or partition of these."
     )
 
@@ -258,9 +260,9 @@ def _shares(node: dict[str, Any], names: list[str], root: str) -> dict[str, list
     silent = [label for label, its in said.items() if its is None]
     if len(silent) > 1:
         raise ValueError(
-            f"{root} has {', '.join(map(repr, silent))}, which keep nothing by name: a sgd without "
-            "momentum or a from_torch. Of one such label the leaves are those that are left, and "
-            "of several nobody can tell which."
+            f"{root} has the labels {', '.join(map(repr, silent))}, whose states keep no names (a "
+            "sgd without momentum, or a from_torch); expected at most one such label, which gets "
+            "all leaves that are left."
         )
     taken = {name for its in said.values() if its is not None for name in its}
     left = [name for name in names if name not in taken]
@@ -298,9 +300,9 @@ def _check_settings(x: Tensor, theirs: Mapping[str, Any], whose: str, root: str)
         if trees.flatten(theirs.get(key))[0] != trees.flatten(ours.get(key))[0]:
             a, b = (f"{key}={of[key]!r}" if key in of else f"no {key}" for of in (theirs, ours))
             raise ValueError(
-                f"{whose} has {a}, and {root} was made with {b}; expected the same, since a state "
-                "means something else to another optimizer or setting. Make ours with torch's; "
-                "and give import_state what step.init returned: a copy of it does not tell."
+                f"{whose} has {a}, but {root} was made with {b}; expected the same settings. Make "
+                "the step's optimizer with torch's settings, and pass import_state the result of "
+                "step.init itself, because a copy does not store them."
             )
 
 
@@ -312,9 +314,9 @@ def _count(names: list[str], its: list[Theirs], root: str, otherwise: int | None
     if len(counts) > 1:
         (few, one), (many, other) = sorted(counts.items())[:: len(counts) - 1]
         raise ValueError(
-            f"torch has {few} steps of {one!r} and {many} of {other!r}, and {root} counts once for "
-            "all. A parameter that got no gradient in some steps? Put it into a label of its own "
-            "(partition)."
+            f"torch has {few} steps of {one!r} and {many} of {other!r}, but {root} has one count "
+            "for all. Likely cause: a parameter that got no gradient in some steps. Put it into "
+            "its own label (partition)."
         )
     return next(iter(counts), 0) or otherwise or 0
 
@@ -324,8 +326,8 @@ def _rate(names: list[str], its: list[Theirs], root: str) -> float:
     if len(rates) > 1:
         (a, one), (b, other), *_ = rates.items()
         raise ValueError(
-            f"torch has a learning rate of {a} for {one!r} and of {b} for {other!r}, and {root} "
-            "has one for both. Expected a label for each group of torch's (partition)."
+            f"torch has a learning rate of {a} for {one!r} and of {b} for {other!r}, but {root} "
+            "has one for both. Use a label for each of torch's groups (partition)."
         )
     return next(iter(rates))
 
@@ -340,9 +342,9 @@ def _tree(held: Any, key: str, names: list[str], its: list[Theirs], root: str, c
         if not isinstance(new, Tensor) or new.shape != old.shape:
             shape = tuple(new.shape) if isinstance(new, Tensor) else new
             raise ValueError(
-                f"torch keeps {shape} as {key!r} for {name!r}, and {root} has a tensor of "
-                f"{tuple(old.shape)} for it. Another class or other settings, another model, or a "
-                "parameter that never got a gradient?"
+                f"torch keeps {shape} as {key!r} for {name!r}; expected a tensor of "
+                f"{tuple(old.shape)}, as in {root}. Likely cause: another class or other "
+                "settings, another model, or a parameter that never got a gradient."
             )
         leaves[i] = new.detach().to(old.device, old.dtype, copy=True)
     return trees.unflatten(spec, leaves)
@@ -356,8 +358,8 @@ def _of_class(
     for old, name, it in zip(node.per_leaf, names, its, strict=True):
         if it.kept and {*it.kept} != {*old}:
             raise ValueError(
-                f"torch keeps {sorted(it.kept)} for {name!r}, and {root} {sorted(old)}. Another "
-                "class, or other settings?"
+                f"torch keeps {sorted(it.kept)} for {name!r}; expected {sorted(old)}, as in "
+                f"{root}. Likely cause: another class, or other settings."
             )
         kept.append(
             {key: _like(it.kept.get(key, x), x, f"{root}, {name!r}") for key, x in old.items()}
@@ -377,7 +379,7 @@ def _like(new: Any, old: Any, where: str) -> Any:
     elif isinstance(old, tuple) and (old == () or len(old) == len(new or ())):
         pairs = zip(new or (), old, strict=False)
         return tuple(_like(x, y, where) for x, y in pairs)  # pyright: ignore[reportUnknownVariableType]
-    raise ValueError(f"torch keeps {new!r} in {where}, where this state holds {old!r}.")
+    raise ValueError(f"torch keeps {new!r} in {where}; expected a value like {old!r}.")
 
 
 def _exported(node: State, names: list[str]) -> Iterator[tuple[str, dict[str, Any], float | None]]:

@@ -154,17 +154,15 @@ def with_weights(plan: plans.Plan, state: TrainState, weights: Any) -> plans.Pla
 def first_row(plan: plans.Plan, window: StepWindow, offset: int | None) -> torch.Tensor:
     """How many samples of the step come before those of the next microbatch."""
     if offset is not None:
-        expected = (
-            "the samples of this step that come before this microbatch's, an int of at least 0"
-        )
+        expected = "the samples of this step before this microbatch, an int of at least 0"
         offset = checks.check_int(offset, "offset", expected, 0, checks.LARGEST_INT // 2)
         return torch.full_like(window.rows, offset)
     if plan.calling.keys and plan.group is not None:
         raise ValueError(
-            "a step with keys over several ranks cannot know which samples of the batch a "
-            "microbatch holds, and samples of two ranks would get the same keys. Say how many "
-            "samples come before it, on all ranks: step.update(state, window, microbatch, "
-            "offset=...)."
+            "offset is missing: a step with keys over several ranks cannot know which samples of "
+            "the batch a microbatch holds, and samples of two ranks would get the same keys. Pass "
+            "the number of samples before it, on all ranks: step.update(state, window, "
+            "microbatch, offset=...)."
         )
     return window.rows
 
@@ -184,7 +182,7 @@ def step_over_stream(
     ):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"microbatches is a {type(microbatches).__name__}; expected an iterable of "
-            "microbatches, such as a list that windows(loader, k) gave. A batch at hand goes to "
+            "microbatches, such as a list that windows(loader, k) gave. Pass a batch to "
             "step(state, batch), or here as microbatches(batch, size)."
         )
     window, aux = begin_window(plan, state), None
@@ -202,11 +200,11 @@ def merge_windows(plan: plans.Plan, a: StepWindow, b: StepWindow) -> StepWindow:
         checks.check_state(window, StepWindow, "this step", what)
     if plan.calling.buffers == "sequential":
         raise ValueError(
-            "this step was made with buffers='sequential', which go from one microbatch to the "
-            "next: two windows that began with the same buffers have none together. Expected "
-            "'pooled' or 'freeze'."
+            "windows with buffers='sequential' cannot be merged, because buffers go from one "
+            "microbatch to the next, and both windows began with the same ones. Use 'pooled' or "
+            "'freeze'."
         )
-    cause = "Windows that are merged come from the same step and state."
+    cause = "Merge windows of the same step and state."
     checks.check_same_structure(trees.flatten(a)[1], trees.flatten(b)[1], *names, cause)
     of_grads = f"{names[0]}.accum.grads", f"{names[1]}.accum.grads"
     accum = ledger.merged(a.accum, b.accum, plan.rule.squares, of_grads)

@@ -125,7 +125,7 @@ def header_of(
     if len(text) > LONGEST:
         raise ValueError(
             f"the names and shapes of the {len(pieces) + len(scalars)} leaves of the tree take "
-            f"{len(text)} bytes; expected at most {LONGEST}, since readers of the safetensors "
+            f"{len(text)} bytes; expected at most {LONGEST}, because readers of the safetensors "
             "format take no more. Save it in parts."
         )
     return len(text).to_bytes(8, "little") + text
@@ -196,7 +196,7 @@ _ENTRY = re.compile(  # only a string may be long, which is read where one is wa
 _LAST = re.compile(rb'\}?, "crc32": \{[^{}]{1,99}, (\d{1,19})\]\}\} {0,7}\Z')
 SHOWN = 20  # leaves that an error names
 MANY = 100_000  # entries about leaves that are not wanted
-CONTRADICTS = "its header contradicts itself. Damaged"
+CONTRADICTS = "its header contradicts itself. Likely cause: a damaged file"
 
 
 def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
@@ -208,7 +208,10 @@ def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if length > LONGEST or 8 + length + 4 > size:
-        raise ValueError(f"it ends after {size} bytes, in its header. Cut short, or something else")
+        raise ValueError(
+            f"it ends after {size} bytes, in its header. Likely cause: it was cut short, or is "
+            "another kind of file"
+        )
     header = bytearray(8 + length)  # filled in place: it is never in memory twice
     header[:8] = start
     file.readinto(memoryview(header)[8:])
@@ -216,10 +219,12 @@ def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
     if (last := _LAST.search(header, max(at, len(header) - 200))) is None:
         raise ValueError(CONTRADICTS)
     if size != (end := len(header) + int(last[1])):
-        raise ValueError(f"it has {size} bytes, and {end} were written. Cut short, or damaged")
+        raise ValueError(
+            f"it has {size} bytes; expected {end}. Likely cause: it was cut short, or is damaged"
+        )
     file.seek(size - 4)
     if file.read(4) != checks_of(header, []):
-        raise ValueError("the checksum of its header is another. Damaged")
+        raise ValueError("the checksum of its header differs. Likely cause: a damaged file")
     try:
         contents = _contents(header, at, last.start(), wanted, part)
         _check_as_written(header, contents, wanted)
@@ -234,12 +239,14 @@ def _begun(header: bytearray) -> tuple[Part | None, int]:
     """Which file it is, if there are several, and where in the header the leaves begin."""
     begin = _BEGIN.match(header, 8)
     if begin is None:
-        raise ValueError("it does not begin as one. Of another program, or damaged")
+        raise ValueError(
+            "it does not begin as one. Likely cause: a file of another program, or a damaged one"
+        )
     version, save, shard, shards = ((x or b"").decode(errors="replace") for x in begin.groups())
     if version != VERSION:
         raise ValueError(
-            f"its version is {version!r}, and this pureaccum reads {VERSION!r}. Of a newer one, or "
-            "damaged"
+            f"its version is {version!r}; expected {VERSION!r}. Likely cause: a file of a newer "
+            "pureaccum, or a damaged one"
         )
     return Part(save, int(shard), int(shards)) if save else None, begin.end()
 

@@ -212,7 +212,7 @@ def _mode_of_file(name: str) -> int | None:
             raise
         return None
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{name!r} is not a file; expected the path of one to write.")
+        raise ValueError(f"{name!r} is not a file; expected the path of a file to write.")
     os.close(os.open(name, os.O_WRONLY))  # raises what open() would
     return stat.S_IMODE(mode)
 

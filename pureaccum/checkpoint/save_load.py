@@ -136,7 +136,7 @@ def _read(
     if len(leaves) < len(names):
         seen: set[str] = set()
         twice = next(name for name in names if name in seen or seen.add(name))
-        raise ValueError(f"two leaves are called {twice}: give keys that look different.")
+        raise ValueError(f"two leaves are called {twice}. Use keys that look different.")
     return values, spec, leaves
 
 
@@ -145,29 +145,28 @@ def _leaf(x: Any, name: str, root: str) -> Any:
     if type(x) in file_format.SCALARS:
         if type(x) is int and abs(x) >= TOO_LONG:
             raise ValueError(
-                f"{_named(name, root)} is an int of more than 4,300 digits; expected a "
-                "shorter one, since Python reads no longer ones by default. Save it as a str."
+                f"{_named(name, root)} is an int of more than 4,300 digits; expected a shorter "
+                "one, because Python does not read longer ones by default. Save it as a str."
             )
         return x
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{_named(name, root)} is a {type(x).__name__}; expected a tensor, or a Python "
-            "bool, int, float or str. Functions, modules and arrays of other libraries are no part "
-            "of a state."
+            f"{_named(name, root)} is a {type(x).__name__}; expected a tensor, or a Python bool, "
+            "int, float or str. Functions, modules and arrays of other libraries cannot be saved."
         )
     dtype = x.dtype  # a donated tensor raises here, and says that it is one
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     if not plain and not dtensors.is_sharded(x):
         raise TypeError(
-            f"{_named(name, root)} is a {type(x).__name__}, a tensor that may hold its "
-            "numbers anywhere; expected a plain tensor, or a DTensor."
+            f"{_named(name, root)} is a {type(x).__name__}, a tensor that may hold its numbers "
+            "anywhere; expected a plain tensor or a DTensor."
         )
     here = x if plain else dtensors.local(x)
     dense = here.layout == torch.strided and not here.is_quantized
     if not dense or here.is_meta or (here.numel() and not here.data_ptr()):
         raise TypeError(
             f"{_named(name, root)} is a {dtype} tensor in the layout {here.layout} on "
-            f"{here.device}; expected a dense one with memory: sparse, quantized and meta tensors "
+            f"{here.device}; expected a dense one with memory. Sparse, quantized and meta tensors "
             "cannot be saved."
         )
     shape, strides = tuple(x.shape), x.stride()
@@ -207,8 +206,8 @@ def _check_alike(
             [f"and {count - file_format.SHOWN} more"] if count > file_format.SHOWN else []
         )
         raise ValueError(
-            f"{path!r} holds another tree than like: {count} leaves are off. Of another model, "
-            "optimizer, loss scale or window? Make like as the saved tree was made."
+            f"{path!r} holds another tree than like: {count} leaves are off. Likely cause: "
+            "another model, optimizer, loss scale or window. Make like as the saved tree was made."
             + "".join(f"\n  {line}" for line in shown)
         )
 
@@ -221,7 +220,10 @@ def _check_complete(
         if isinstance(leaf, file_format.Piece):
             pieces = [contents.pieces[name] for contents in files if name in contents.pieces]
             if not tile(pieces, leaf.whole):
-                why = f"parts of {name} are not there, or twice. Of several saves, or damaged"
+                why = (
+                    f"parts of {name} are missing or repeated. Likely cause: files of several "
+                    "saves, or a damaged file"
+                )
                 raise ValueError(shards.not_whole(path, why))
 
 
@@ -270,7 +272,7 @@ def _loaded(
                     blocks[name] = dtensors.local(x), dtensors.block_of(x)[0]
             check = read_piece(file, begin, piece, *(blocks[name] if spread else (x, None)))
             if check is not None and check != wanted:
-                why = f"the checksum of {name} is another. Damaged"
+                why = f"the checksum of {name} differs. Likely cause: a damaged file"
                 raise ValueError(shards.not_whole(file.name, why))
             begin += piece.nbytes
     return [_in_place_of(found[name], x) if spread else found[name] for name, x in like.items()]
@@ -301,5 +303,5 @@ def _in_place_of(x: Any, old: Any) -> Any:
 def _check_outside(what: str) -> None:
     if modes.transform_active():
         raise RuntimeError(
-            f"{what} works on files: call it outside of torch.func's transforms and compiled code."
+            f"{what} works on files. Call it outside of torch.func transforms and compiled code."
         )

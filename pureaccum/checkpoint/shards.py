@@ -60,8 +60,8 @@ def save_by_ranks(
         if len({check for check, _, _ in begun}) > 1:
             found = claims.differences(tuple(_on_all_ranks(lambda: words)))
             raise ValueError(
-                f"the ranks do not hold the same tree: {found} What is no DTensor is "
-                "saved once for all of them; what is a rank's own goes into a file of its own."
+                f"the ranks do not hold the same tree: {found} Leaves that are not DTensors are "
+                "saved once for all ranks. Save the values of a single rank in a file of its own."
             )
         _, folder, save = begun[0]
 
@@ -83,15 +83,21 @@ def files_of(path: str) -> list[str]:
         return [path]
     found = set(filter(_NAME.fullmatch, os.listdir(path)))
     if not found:
-        raise ValueError(not_whole(path, "it is not a file, nor a folder that several ranks saved"))
+        raise ValueError(
+            not_whole(path, "it is neither a file nor a folder that several ranks saved")
+        )
     count = int(min(found).removesuffix(_END).rpartition("-")[2])
     names = (_name(i, count) for i in range(1, count + 1))
     files = list(itertools.takewhile(found.__contains__, names))
     if len(files) < count:
-        why = f"{_name(len(files) + 1, count)} is missing. Copied in part"
+        why = (
+            f"{_name(len(files) + 1, count)} is missing. Likely cause: the folder was copied in "
+            "part"
+        )
         raise ValueError(not_whole(path, why))
     if more := found.difference(files):
-        raise ValueError(not_whole(path, f"{min(more)} is one too many. Mixed with another"))
+        why = f"{min(more)} is one too many. Likely cause: two checkpoints in one folder"
+        raise ValueError(not_whole(path, why))
     return [os.path.join(path, name) for name in files]
 
 
@@ -100,7 +106,7 @@ def check_parts(path: str, files: Sequence[tuple[str, file_format.Contents]]) ->
     parts = [contents.part or file_format.Part("", 0, 0) for _, contents in files]
     if files[0][0] == path:
         if parts[0].shards:
-            why = f"it is shard {parts[0].shard} of {parts[0].shards}. Load the folder of them"
+            why = f"it is shard {parts[0].shard} of {parts[0].shards}. Load their folder"
             raise ValueError(not_whole(path, why))
         return
     saves = [part.save for part in parts]
@@ -108,9 +114,12 @@ def check_parts(path: str, files: Sequence[tuple[str, file_format.Contents]]) ->
     for i, ((name, _), part) in enumerate(zip(files, parts, strict=True), 1):
         if part.save != usual:
             why = f"it is of another save than {files[saves.index(usual)][0]!r}"
-            raise ValueError(not_whole(name, f"{why}. Copied from elsewhere"))
+            raise ValueError(not_whole(name, f"{why}. Likely cause: it was copied from elsewhere"))
         if part != file_format.Part(usual, i, len(files)):
-            why = f"it was written as shard {part.shard} of {part.shards}. Renamed"
+            why = (
+                f"it was written as shard {part.shard} of {part.shards}. Likely cause: it was "
+                "renamed"
+            )
             raise ValueError(not_whole(name, why))
 
 
@@ -142,13 +151,13 @@ def all_or_none(leaves: Sequence[Any], path: str) -> Generator[list[int]]:
     if worst:
         which = "it" if worst == _NONE else f"shard {worst} of it"
         raise ValueError(
-            f"{path!r} was not loaded: another rank could not read {which}, and its own message "
-            "says why. No rank goes on without the others."
+            f"{path!r} was not loaded, because another rank could not read {which}. Its own "
+            "message says why. No rank goes on without the others."
         )
     if most != -least:
         raise ValueError(
-            f"{path!r} is not the same checkpoint on all ranks: another path, another save, or "
-            "folders of their own? Load one that all ranks see."
+            f"{path!r} is not the same checkpoint on all ranks. Likely cause: another path, "
+            "another save, or separate folders. Load one that all ranks see."
         )
 
 
@@ -170,14 +179,12 @@ def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
         error = raised
     told: list[Any] = [None] * dist.get_world_size()
     says = error if isinstance(error, OSError | None) else OSError(f"{error!r}")
-    with claims.between_ranks(
-        "the checkpoint was not saved", "What was saved before is as it was."
-    ):
+    with claims.between_ranks("the checkpoint was not saved", "Earlier checkpoints are unchanged."):
         dist.all_gather_object(told, (result, says))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(told):
         if failure is not None:
-            failure.add_note(f"on rank {rank}, and so no rank saved anything")
+            failure.add_note(f"pureaccum: raised on rank {rank}, so no rank saved anything.")
             raise failure
     return [result for result, _ in told]

@@ -193,16 +193,17 @@ class _System(NamedTuple):
         if _unsolved(state) and steps is None:
             raise ArithmeticError(
                 f"{int(state.steps)} steps of conjugate gradients left a residual of "
-                f"{float(state.norm):.3g}, and {float(state.target):.3g} was wanted. The matrix is "
-                "badly conditioned for its precision, not symmetric, or not the same each time (a "
-                "loss with random numbers): float64, damping, a preconditioner or a larger rtol "
-                "help the first. run(state, steps=...) returns what there is."
+                f"{float(state.norm):.3g}; expected at most {float(state.target):.3g}. Likely "
+                "causes: the matrix is badly conditioned for its precision (use float64, damping, "
+                "a preconditioner or a larger rtol), is not symmetric, or differs between calls "
+                "(a loss with random numbers). To get the state without this error, use "
+                "run(state, steps=...)."
             )
         return state
 
     def times(self, direction: trees.Tree) -> list[Tensor]:
         given, spec = trees.flatten(direction)
-        found = _like(self.product(direction), given, spec, "what product gave")
+        found = _like(self.product(direction), given, spec, "the result of product")
         pairs = zip(found, given, strict=True)
         return [q + self.damping * p if self.damping else q for q, p in pairs]
 
@@ -210,7 +211,7 @@ class _System(NamedTuple):
         given, spec = trees.flatten(residual)
         if self.preconditioner is None:
             return given
-        return _like(self.preconditioner(residual), given, spec, "what preconditioner gave")
+        return _like(self.preconditioner(residual), given, spec, "the result of preconditioner")
 
 
 def _unsolved(state: CGState) -> bool:
@@ -220,16 +221,17 @@ def _unsolved(state: CGState) -> bool:
         return False
     if norm != norm or curvature != curvature or abs(norm) == torch.inf:
         raise ArithmeticError(
-            f"step {int(state.steps)} of conjugate gradients met inf or NaN: in b, in x, or in "
-            "what product gave. A batch without weight has no curvature, and gives NaN."
+            f"step {int(state.steps)} of conjugate gradients met inf or NaN in b, in x, or in the "
+            "result of product. Likely cause: a batch without weight has no curvature, and gives "
+            "NaN."
         )
     if curvature <= 0 or float(state.energy) <= 0:
         what = f"<p, A p> is {curvature:.3g}" if curvature <= 0 else "<r, M r> is not positive"
         whose = "matrix" if curvature <= 0 else "preconditioner"
         raise ArithmeticError(
             f"step {int(state.steps) + 1} of conjugate gradients: {what}, so the {whose} is not "
-            "positive definite, and there is nothing to converge to. A Hessian away from a "
-            "minimum? Take ggnvp or fisher_vp, or more damping."
+            "positive definite, and the iteration cannot converge. Likely cause: a Hessian away "
+            "from a minimum. Use ggnvp or fisher_vp, or more damping."
         )
     return True
 
@@ -240,5 +242,7 @@ def _plus(xs: Sequence[Tensor], by: Tensor, ys: Sequence[Tensor]) -> list[Tensor
 
 def _like(tree: trees.Tree, like: Sequence[Tensor], spec: Any, name: str) -> list[Tensor]:
     leaves, came = trees.flatten(tree)
-    checks.check_fits(leaves, came, like, spec, (name, "b"), "All vectors of a system are like b.")
+    checks.check_fits(
+        leaves, came, like, spec, (name, "b"), "All vectors of a system have the structure of b."
+    )
     return leaves

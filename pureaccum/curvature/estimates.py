@@ -144,9 +144,11 @@ def _estimate(
             found, found_spec = trees.flatten(product(trees.unflatten(spec, signs)))
         finally:
             checks.here.compares = before
-        names = "what product gave", "like"
+        names = "the result of product", "like"
 
-        checks.check_fits(found, found_spec, leaves, spec, names, "product(v) is like v.")
+        checks.check_fits(
+            found, found_spec, leaves, spec, names, "Return a tree like v from product(v)."
+        )
         seen = sample(signs, found)
         if not means:
             means, spread = seen, [torch.zeros_like(x) for x in seen]

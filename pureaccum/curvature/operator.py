@@ -58,7 +58,7 @@ class Operator(NamedTuple):
         n, _ = self.shape
         if v.dim() not in (1, 2) or len(v) != n:
             raise ValueError(
-                f"the operator is {n} × {n}, and was multiplied by a tensor of shape "
+                f"the operator is {n} × {n}, but was multiplied by a tensor of shape "
                 f"{tuple(v.shape)}; expected a tree like {trees.paths(spec, 'like')}, a vector "
                 f"({n},) or a matrix ({n}, k)."
             )
@@ -76,8 +76,9 @@ class Operator(NamedTuple):
         for name, x in zip(trees.paths(spec, "like"), leaves, strict=True):
             if x.is_complex():
                 raise TypeError(
-                    f"{name} is {x.dtype}; the curvature of a real loss is linear in its real and "
-                    "imaginary parts, and not in the complex number, so SciPy has no such operator."
+                    f"{name} is {x.dtype}; expected real numbers, because the curvature of a real "
+                    "loss is linear in real and imaginary parts, but not in complex numbers. "
+                    "SciPy has no such operator."
                 )
         try:
             from scipy.sparse.linalg import LinearOperator  # pyright: ignore

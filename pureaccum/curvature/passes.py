@@ -43,8 +43,8 @@ def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], over: Summati
     for i in at:
         if i < 0:
             raise ValueError(
-                f"batch_argnums names argument {i}; expected one counted from the left, 0 being "
-                "params: v comes after all arguments."
+                f"batch_argnums names argument {i}; expected a position counted from the left, "
+                "where 0 is params, because v comes after all arguments."
             )
     # Products are compared in another way, by ``compared``, and only where that is asked for.
     options: Any = {"reduction": over.reduction, "engine": "auto", "check": False}
@@ -75,8 +75,8 @@ def _over_parts(
     size, group = over.microbatch_size, over.group
     if is_auto(size):
         raise ValueError(
-            "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "
-            "expected a number of samples."
+            "microbatch_size='auto' does not work with a stream or a group, because no call sees "
+            "the whole batch; expected a number of samples."
         )
     size = None if size is None else batches.check_size(size)
 
@@ -119,7 +119,9 @@ def with_history_of(
     """A product of the gradients of ``along`` that plain autograd follows, but over a stream."""
     if stream:
         return history.refusing_backward(
-            product, "a product over a stream", "The stream is gone by then."
+            product,
+            "a product over a stream",
+            "The stream is used up by then. Pass a batch instead.",
         )
     return history.with_history(product, writes.known_of(along))
 
@@ -135,17 +137,20 @@ def check_vector(params: trees.Tree, args: tuple[Any, ...]) -> None:
     """Check that the last argument is a vector for these params."""
     leaves, spec = checks.read_params(params)
     dtensors.refuse_sharded(
-        leaves, "params", "curvature takes params that each rank has whole, and group=."
+        leaves,
+        "params",
+        "Curvature needs params that each rank holds whole. Pass those, with group.",
     )
     if not args:
         raise TypeError("the product was called with params alone; expected (params, *args, v).")
     its, its_spec = checks.read_params(args[-1], "v")
-    cause = "The last argument is the vector: product(params, *args, v), with v a tree like params."
+    cause = "Pass the vector last: product(params, *args, v), with v a tree like params."
     checks.check_fits(its, its_spec, leaves, spec, ("v", "params"), cause)
     for i, (x, leaf) in enumerate(zip(its, leaves, strict=True)):
         if x.dtype != leaf.dtype:
             raise TypeError(
-                f"{trees.paths(spec, 'v')[i]} is {x.dtype}; params has {leaf.dtype} there. {cause}"
+                f"{trees.paths(spec, 'v')[i]} is {x.dtype}; expected {leaf.dtype}, as in params. "
+                f"{cause}"
             )
 
 
@@ -293,16 +298,16 @@ def _sentence(found: dict[int, differences.Miss], names: list[str]) -> str:
     where = [(miss.missing / miss.bound, i) for i, miss in found.items() if i]
     worst, more = found[i := max(where)[1]], f" and {len(where) - 1} more leaves" * (len(where) > 1)
     cause = (
-        f"{', '.join(worst.functions)}: a custom Function that makes its gradient in its forward "
-        "pass has no second derivative, since autograd takes that gradient for a constant. Compute "
-        "it in backward, of saved inputs, or use the plain formula."
+        f"{', '.join(worst.functions)}, a custom Function that computes its gradient in its "
+        "forward pass, has no second derivative, because autograd treats that gradient as a "
+        "constant. Compute it in backward from saved inputs, or use the plain formula."
         if worst.functions
-        else "something that depends on params is computed under no_grad() or not by torch, a hook "
-        "changes a gradient, or torch itself has a derivative wrong. Use a plain formula."
+        else "something that depends on params is computed under no_grad() or outside of torch, a "
+        "hook changes a gradient, or torch itself has a wrong derivative. Use a plain formula."
     )
     return (
         f"the product is not the derivative of the gradient in {names[i - 1]}{more}: its norm is "
-        f"{worst.came:.3g} there, and that of central differences {worst.expected:.3g}; they are "
-        f"{worst.missing:.2g} apart, of which rounding explains {worst.bound:.1g}. Likely cause: "
-        f"{cause} check=False takes the product as it is."
+        f"{worst.came:.3g} there, but that of central differences is {worst.expected:.3g}. They "
+        f"are {worst.missing:.2g} apart, and rounding explains {worst.bound:.1g}. Likely cause: "
+        f"{cause} To take the product as it is, pass check=False."
     )

@@ -24,7 +24,7 @@ from .._core.weights import quotient
 from . import derivatives, passes
 
 
-_OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
+_OUTPUTS = "Return only tensors from forward. A loss gets these outputs and the arguments."
 Product = Callable[..., Any]  # of params, the arguments that follow, and a vector
 
 
@@ -168,7 +168,7 @@ def ggnvp(  # noqa: D417
         def outputs(*leaves: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             nonlocal spec, smooth
             out = forward(trees.unflatten(of_params, leaves), *args)
-            outs, spec = checks.read_tensors(out, "what forward gave", _OUTPUTS)
+            outs, spec = checks.read_tensors(out, "the result of forward", _OUTPUTS)
             smooth = [*map(trees.continuous, outs)]
             pairs = [*zip(outs, smooth, strict=True)]
             return [x for x, its in pairs if its], [x for x, its in pairs if not its]
@@ -317,8 +317,8 @@ def _of_constants(
         tensors = (x for x in trees.flatten((params, args))[0] if isinstance(x, Tensor))
         if not modes.transform_active() and functorch.any_tangent(tensors):
             raise RuntimeError(
-                "an argument has a tangent of torch.autograd.forward_ad, which has one level only, "
-                "and the product needs it. torch.func.jvp goes through products."
+                "an argument has a tangent of torch.autograd.forward_ad, which has only one "
+                "level, and the product needs that level. Use torch.func.jvp."
             )
         again = trees.flatten(params)[0] if modes.transform_active() else []
         (found,), value = summed(params, *args, again)
@@ -353,8 +353,8 @@ def _of_rows(out: Any) -> list[Tensor]:
     if not isinstance(total, Tensor) or total.dim() != 1 or not total.is_floating_point():
         came = tuple(total.shape) if isinstance(total, Tensor) else f"a {type(total).__name__}"
         raise ValueError(
-            f"losses gave {came}; expected a floating-point tensor of shape (rows,), the loss of "
-            "each row: reduction='none', and not their mean."
+            f"losses returned {came}; expected a floating-point tensor of shape (rows,), the loss "
+            "of each row. Use reduction='none', and not their mean."
         )
     for weight in weights:
         if not isinstance(weight, Tensor) or weight.shape != total.shape:

@@ -265,7 +265,7 @@ def looks_uphill(layout):
         assert_near((dparams, new), (params, state))
     for name, x in dparams.items():
         assert list(x.placements) == LAYOUTS[layout][0][name]
-    with refused(ValueError, "DTensors", "lbfgs", "sam can"):
+    with refused(ValueError, "DTensors", "lbfgs", "adamw or sam"):
         pa.lbfgs().init(dparams)
 
 
@@ -358,7 +358,7 @@ def parameters_are_averaged(layout):
     }
     got = average.update(state, moved)
     assert_trees_bitwise_equal(gathered(got), average.update(want, params))
-    with refused(ValueError, "params['b1'] is plain", "state.params has a DTensor"):
+    with refused(ValueError, "params['b1'] is plain", "expected a DTensor, as in state.params"):
         average.update(state, params)
 
 
@@ -401,7 +401,7 @@ def rows_are_cut_by_each_rank():
     with refused(ValueError, "the batch has 13 rows", "multiple of 2"):
         pa.microbatches(odd, 4)
     for other in (batch["y"], distribute_tensor(batch["y"], mesh_of(), [R])):
-        with refused(ValueError, "in different ways", "one placement along dim 0"):
+        with refused(ValueError, "in different ways", "same placement along dim 0"):
             pa.microbatches({"x": dbatch["x"], "y": other}, 8)
 
 
@@ -581,7 +581,7 @@ def modules():
         step = pa.make_step(loss_of(parallel), pa.adamw(0.1), microbatch_size=8, engine=engine)
         state = step.init(parallel.params)
         if engine == "func":
-            with refused(RuntimeError, "setup_context", "engine='autograd' can"):
+            with refused(RuntimeError, "setup_context", "Use engine='autograd'"):
                 step(state, batch)
         else:
             new, info = step(state, batch)  # a plain batch, the same on all ranks
@@ -616,12 +616,12 @@ def refusals():
         called.append(1)
         return mean(p, b)
 
-    with refused(ValueError, "params holds DTensors", "per_sample_grad is what takes them"):
+    with refused(ValueError, "params holds DTensors", "Use per_sample_grad"):
         pa.per_sample_accumulator(loss).init(dparams)
     reducer = pa.Reducer(torch.zeros_like, lambda s, g, w: s, lambda a, b: a, torch.clone)
-    with refused(ValueError, "DTensors", "a Reducer of yours"):
+    with refused(ValueError, "DTensors", "Your own Reducer"):
         pa.per_sample_grad(loss, reduce=reducer)(dparams, dbatch)
-    with refused(ValueError, "in different ways", "one placement along dim 0"):
+    with refused(ValueError, "in different ways", "same placement along dim 0"):
         mixed = dbatch | {"y": batch["y"]}
         pa.microbatch(errors, microbatch_size=8)(dparams, mixed)
 
@@ -631,13 +631,13 @@ def refusals():
     with refused(ValueError, "params holds DTensors", "transforms"):
         torch.func.grad(outer)(dparams)
     unreduced = DTensor.from_local(torch.ones(4), mesh_of(), [P])
-    with refused(ValueError, "params['b2'] is a DTensor that is Partial"):
+    with refused(ValueError, "params['b2'] is a DTensor with a Partial placement"):
         pa.accumulator(loss).init(dparams | {"b2": unreduced})
     opt = pa.adam(0.1)
-    with refused(ValueError, "state.exp_avg['b1'] is plain; params has a DTensor there"):
+    with refused(ValueError, "state.exp_avg['b1'] is plain; expected a DTensor, as in params"):
         opt.apply(dparams, opt.init(params), dparams)
     acc = pa.accumulator(loss)
-    with refused(ValueError, "state.grads['b1'] is plain; params has a DTensor there"):
+    with refused(ValueError, "state.grads['b1'] is plain; expected a DTensor, as in params"):
         acc.update(acc.init(params), dparams, dbatch)
     assert not called
 

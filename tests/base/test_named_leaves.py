@@ -90,18 +90,22 @@ def test_under_a_vmap_each_member_has_its_own():
 @pytest.mark.parametrize(
     ("do", "error", "words"),
     [
-        (lambda s: pa.tree_get(s, "lr"), KeyError, r"\['decay'\]\.lr, .*\['none'\]\.lr; a longer"),
-        (lambda s: pa.tree_get(s, "rate"), KeyError, r"ends in 'rate'; there are .*lr"),
-        (lambda s: pa.tree_get(s, ""), TypeError, "the name is ''"),
-        (lambda s: pa.tree_set(s, l=1.0), KeyError, "ends in 'l'"),
-        (lambda s: pa.tree_set(s, {"].lr": 1.0, "r": 2.0}), KeyError, "ends in"),
-        (lambda s: pa.tree_set(s, params=1.0), KeyError, "is a subtree"),
+        (
+            lambda s: pa.tree_get(s, "lr"),
+            KeyError,
+            r"\['decay'\]\.lr, .*\['none'\]\.lr\. Pass a longer",
+        ),
+        (lambda s: pa.tree_get(s, "rate"), KeyError, r"'rate' is the end of no path\. .*lr"),
+        (lambda s: pa.tree_get(s, ""), TypeError, "name is ''"),
+        (lambda s: pa.tree_set(s, l=1.0), KeyError, "'l' is the end of no path"),
+        (lambda s: pa.tree_set(s, {"].lr": 1.0, "r": 2.0}), KeyError, "is the end of no path"),
+        (lambda s: pa.tree_set(s, params=1.0), KeyError, "names a subtree"),
         (lambda s: pa.tree_set(s, lr="fast"), TypeError, "is set to 'fast', a str"),
-        (lambda s: pa.tree_set(s, lr=torch.ones(2)), ValueError, r"shape \(\), .*\(2,\)"),
-        (lambda s: pa.tree_set(s, growth_tracker=0.5), TypeError, "whole numbers"),
-        (lambda s: pa.tree_set(s, attempts=torch.ones(())), TypeError, "whole numbers"),
+        (lambda s: pa.tree_set(s, lr=torch.ones(2)), ValueError, r"shape \(2,\); expected \(\)"),
+        (lambda s: pa.tree_set(s, growth_tracker=0.5), TypeError, "expected a whole number"),
+        (lambda s: pa.tree_set(s, attempts=torch.ones(())), TypeError, "expected a whole number"),
         (lambda s: pa.tree_set(s, 0.5), TypeError, "expected a dict"),
-        (lambda s: pa.tree_set(s, {0: 0.5}), TypeError, "the name is 0"),
+        (lambda s: pa.tree_set(s, {0: 0.5}), TypeError, "name is 0"),
     ],
 )
 def test_what_cannot_be_found_or_set_is_said(do, error, words):
@@ -112,5 +116,5 @@ def test_what_cannot_be_found_or_set_is_said(do, error, words):
 
 def test_a_rate_that_is_a_schedule_is_not_in_a_state():
     state = pa.adamw(pa.cosine_decay(0.5, 10)).init(PARAMS)
-    with pytest.raises(KeyError, match="a schedule does not stand in a state"):
+    with pytest.raises(KeyError, match="a schedule is not stored in a state"):
         pa.tree_set(state, lr=0.5)

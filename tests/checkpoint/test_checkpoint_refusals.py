@@ -115,7 +115,7 @@ def test_paths_that_are_no_files_are_refused(tmp_path):
         pa.load(tmp_path / "nowhere", OLD)
     with saying(FileNotFoundError, "nowhere"):
         pa.save(tmp_path / "nowhere" / "run", OLD)
-    with refused(ValueError, str(tmp_path), "not a whole", "not a file"):
+    with refused(ValueError, str(tmp_path), "not a whole", "neither a file"):
         pa.load(tmp_path, OLD)
     with refused(ValueError, str(tmp_path), "is not a file"):
         pa.save(tmp_path, OLD)

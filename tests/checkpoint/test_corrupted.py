@@ -76,7 +76,7 @@ def test_a_file_that_is_cut_short_anywhere_is_refused(path):
     large = saved({"w": torch.zeros(2**14)})
     for end in range(0, len(large), 1024):
         assert_refused(path, large[:end], like={"w": torch.zeros(2**14)})
-    assert_refused(path, WHOLE + b"\0", "written")
+    assert_refused(path, WHOLE + b"\0", "bytes; expected")
 
 
 def test_a_file_with_any_byte_flipped_is_refused(path):

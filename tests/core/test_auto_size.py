@@ -395,7 +395,7 @@ def test_options_that_do_not_fit_auto_are_refused(error, options, words):
 def test_auto_is_refused_under_a_transform(transform):
     loss, batch = Counted(), make_batch(3)
     value = lambda params: pa.value(loss, microbatch_size="auto")(params, batch)  # noqa: E731
-    with saying(RuntimeError, "'auto' came under a torch.func transform", "that number"):
+    with saying(RuntimeError, "'auto' does not work under a torch.func transform", "that number"):
         transform(value)(torch.stack([PARAMS]))
     assert not loss.rows
 

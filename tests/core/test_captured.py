@@ -128,7 +128,7 @@ AROUND = {
     )
 }
 REFUSED = (
-    "did not use again a captured tensor",  # ours
+    "did not use a captured tensor",  # ours
     "must override the setup_context",  # torch's, of Functions under torch.func
     "failed in the TorchScript interpreter",  # torch's own, whatever is around
 )
@@ -235,7 +235,7 @@ def test_a_tensor_that_cannot_be_exchanged_is_refused():
         return pa.microbatch(lambda x: rows(c, x), microbatch_size=2, batch_argnums=0)(x).sum()
 
     x = torch.ones(ROWS, 3)
-    with saying(RuntimeError, "did not use again a captured tensor"):
+    with saying(RuntimeError, "did not use a captured tensor"):
         grad(loss)(torch.ones(3))
 
 
@@ -299,5 +299,5 @@ def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(name, r
     """Torch.func lets modes see what a Function is given, and autograd, run again, does not."""
     c, w = leaf(torch.tensor([1.0, 2, 3]).double()), torch.ones(3).double()
     gradient = grad(lambda w: total_of(name, reduction, c, w).sin())(w)
-    with saying(RuntimeError, "did not use again a captured tensor"):
+    with saying(RuntimeError, "did not use a captured tensor"):
         gradient.sum().backward()

@@ -448,7 +448,7 @@ def test_what_is_no_longer_reached_is_refused_and_watched_from_then_on():
     f = cut(lambda x: x if ran == [True] else x * w)
     total = end(f(X))
     ran.append(True)
-    with saying(RuntimeError, "did not use again a captured tensor"):
+    with saying(RuntimeError, "did not use a captured tensor"):
         total.backward()
     ran.clear()
     end(f(X)).backward()

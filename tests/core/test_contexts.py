@@ -193,7 +193,7 @@ def jagged(rows):
 
 
 not_nested = of_rows(lambda rows: rows.square().mean())
-ENGINE = "engine='autograd' can"
+ENGINE = "Use engine='autograd'"
 REFUSED = {
     "an old Function": Refused(
         of_weight(Old.apply), "setup_context staticmethod", (ENGINE, "a custom Function"), doubled
@@ -220,7 +220,7 @@ REFUSED = {
     ),
     "retain_grad": Refused(of_weight(retained), "Tensor.retain_grad()", (ENGINE,), doubled),
     "its own backward": Refused(
-        differentiates_itself, "backward() called", ("leave .backward() out",), squares
+        differentiates_itself, "backward() called", ("Remove .backward()",), squares
     ),
     "packed sequences": Refused(
         recurrent(lambda rows: pack_padded_sequence(rows, torch.full((rows.shape[1],), 3))),
@@ -243,8 +243,8 @@ REFUSED = {
     "an assignment to data": Refused(
         of_weight(swapped), "`.data`", (ENGINE,), of_weight(lambda w: w + w.detach())
     ),
-    "nested tensors": Refused(nested, "NestedTensorImpl", (ENGINE, "pad"), not_nested),
-    "jagged tensors": Refused(of_rows(jagged), "values backward", (ENGINE, "pad"), not_nested),
+    "nested tensors": Refused(nested, "NestedTensorImpl", (ENGINE, "Padding"), not_nested),
+    "jagged tensors": Refused(of_rows(jagged), "values backward", (ENGINE, "Padding"), not_nested),
     "a module's buffers": Refused(
         of_rows(lambda rows: NORM(rows).square().mean()),
         "mutate a captured Tensor",
@@ -253,7 +253,7 @@ REFUSED = {
     "the batch": Refused(
         lambda p, b: squares(p, {"x": b["x"].mul_(2)}),
         "mutate a captured Tensor",
-        ("x = x.clone()", "was given"),
+        ("x = x.clone()", "got as an argument"),
     ),
 }
 

@@ -247,7 +247,7 @@ def test_a_stream_raises_when_a_gradient_is_asked(which, donate):
     assert torch.equal(grads, grad(mean)(W, X, C))
     merged = acc.merge(state, acc.update(acc.init(W), W, X))
     for out in (grads.sum(), value, state.total, merged.total, acc.finalize(merged)[1]):
-        with saying(RuntimeError, "accumulator has summed", "keeps no graph", "x.detach()"):
+        with saying(RuntimeError, "the sums of an accumulator", "no graph is kept", "x.detach()"):
             (out + out.detach()).backward()
 
 
@@ -269,7 +269,7 @@ def test_a_value_over_a_stream_raises_too():
         of = pa.value(lambda w, x, c=c: mean(w, x, c), stream=True)
         value = of(w, iter(x.split(4)))
         assert torch.equal(value, mean(W, X, C))
-        with saying(RuntimeError, "value over a stream", "gone by then"):
+        with saying(RuntimeError, "value over a stream", "used up by then"):
             value.backward()
 
 
@@ -467,5 +467,5 @@ def test_what_is_refused_is_refused_to_who_asks_for_one_gradient():
     for made in range(1, 2000, 100):
         _, product = hvp(dropping(made), microbatch_size=4)(W, X, V)
         for unused in (False, True):  # None would be a silent constant
-            with saying(RuntimeError, "captures what requires grad"):
+            with saying(RuntimeError, "captures a tensor that requires grad"):
                 torch.autograd.grad(product.sum(), c, allow_unused=unused)

@@ -193,6 +193,7 @@ def test_a_loss_that_fails_on_rows_is_told_which_argument_may_be_a_batch(call, l
         call(loss, W, x, y)
     (note,) = [note for note in notes_of(caught.value) if "batch_argnums" in note]
     assert "argument 2 has 16 samples" in note
+    assert "pass batch_argnums=(1, 2)" in note
     assert torch.isfinite(loss(W, x, y))
 
 
@@ -276,18 +277,18 @@ NOT_REDUCED = {
 }
 # Good in the first microbatch, of two samples; not in the last, of one.
 NOT_ALIKE = {
-    "sum of rows": ("sum", lambda x: x, "(1, 2) after (2, 2)"),
-    "mean of rows": ("mean", lambda x: x[:, 0], "(1,) after (2,)"),
-    "stack of rows": ("stack", lambda x: x, "(1, 2) after (2, 2)"),
+    "sum of rows": ("sum", lambda x: x, "(1, 2), but (2, 2)"),
+    "mean of rows": ("mean", lambda x: x[:, 0], "(1,), but (2,)"),
+    "stack of rows": ("stack", lambda x: x, "(1, 2), but (2, 2)"),
     "rows of other lengths": (
         "concat",
         lambda x: x.new_ones(len(x), len(x)),
-        "(1, 1) after (2, 2)",
+        "(1, 1), but (2, 2)",
     ),
     "rows of more axes": (
         "concat",
         lambda x: x if len(x) == 2 else x[..., None],
-        "(1, 2, 1) after (2, 2)",
+        "(1, 2, 1), but (2, 2)",
     ),
 }
 
@@ -319,7 +320,11 @@ def test_a_leaf_that_is_not_of_its_kind_is_refused(transform, how, aux, error, w
 @pytest.mark.parametrize(("how", "aux", "shapes"), NOT_ALIKE.values(), ids=NOT_ALIKE)
 def test_a_leaf_whose_shape_changes_is_refused(transform, how, aux, shapes):
     """Broadcasting two samples against one would be silently wrong."""
-    words = (f"aux['a'][0] has shape {shapes}", repr(how), "one row per sample takes 'concat'")
+    words = (
+        f"aux['a'][0] has shape {shapes}",
+        repr(how),
+        "Use 'concat' for a leaf with one row per sample",
+    )
     with refused(ValueError, *words, given=PARAMS):
         run(transform, with_aux(aux), how, 3)
 
@@ -328,7 +333,7 @@ def test_a_leaf_whose_shape_changes_is_refused(transform, how, aux, shapes):
 @pytest.mark.parametrize("how", [{"ok": "sum"}, {"ok": "sum", "b": "sum"}, {"ok": ["sum"]}])
 def test_a_tree_of_words_that_is_no_prefix_is_refused(transform, how):
     loss = with_aux(lambda x: x.sum())
-    words = (f"aux_reduction={how!r} is no prefix", "aux")
+    words = (f"aux_reduction={how!r} is not a prefix", "aux")
     with refused(ValueError, *words, given=PARAMS, loss=loss, calls=1):
         run(transform, loss, how, 5)
 
@@ -339,7 +344,9 @@ def test_a_tree_of_words_without_an_aux_is_refused():
     how = {"loss": "mean"}
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, buffers="freeze", aux_reduction=how)
     state = step.init(PARAMS, {"n": torch.ones(1)})
-    with refused(ValueError, f"aux_reduction={how!r}", "no aux", "has_aux=True", given=state):
+    with refused(
+        ValueError, f"aux_reduction={how!r}", "aux without leaves", "has_aux=True", given=state
+    ):
         step(state, make_batch())
 
 

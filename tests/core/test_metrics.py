@@ -230,11 +230,11 @@ def test_what_is_no_stream_is_refused():
         )
 
     for batch in (torch.ones(4), {"x": torch.ones(4)}, 3):
-        with pytest.raises(TypeError, match="with stream=True, an iterable of batches"):
+        with pytest.raises(TypeError, match="expected an iterable of batches"):
             value(batch)
     for batch, options, told in (
-        ([], {}, "the stream gave no batch, and there is no value"),
-        ([], {"microbatch_size": "auto"}, "'auto' came with a stream"),
+        ([], {}, "the stream gave no batch, so there is no value"),
+        ([], {"microbatch_size": "auto"}, "'auto' does not work with a stream"),
         ([(torch.ones(3), torch.ones(2))], {}, "has 2 samples"),
     ):
         with pytest.raises(ValueError, match=told):

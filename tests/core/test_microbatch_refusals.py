@@ -109,7 +109,7 @@ OUTPUTS = {  # what is called on samples, and words of the error
     ),
     "a constant that varies": (
         micro(lambda w, x: (x, "first" if FIRST(x) else "other")),
-        "'other' after 'first'",
+        "'other', but was 'first'",
     ),
     "rows along a dim that it does not have": (
         lambda w, x: micro(lambda x: x[0, 0], batch_argnums=0, dim=-3)(torch.ones(4, 1, 2)),
@@ -129,7 +129,7 @@ def of_another_look(reduce, what):
 
     came = ("(1,)", "(2,)") if reduce != "concat" else ("(2, 1)", "(2, 2)")
     came = came if what == "shape" else ("torch.float64", "torch.float32")
-    return micro(func, reduce=reduce), "out", *came, "microbatch before"
+    return micro(func, reduce=reduce), "out", *came, "earlier microbatch"
 
 
 OUTPUTS |= {
@@ -188,7 +188,9 @@ def test_a_gradient_of_what_has_none_is_refused(by, way):
         of = scripted if way == "captured in a script" else rows
         return micro(lambda x: of(w, x).amax(0), batch_argnums=0, reduce=BEST)(X)
 
-    with saying(RuntimeError, "a gradient was asked of a Reducer", "'concat'", "detach()"):
+    with saying(
+        RuntimeError, "a Reducer over microbatches has no gradient", "'concat'", "detach()"
+    ):
         GRADIENTS[by](f)
     assert (torch.func.grad(lambda w: (f(w).detach() * w).sum())(W) == f(W)).all()
 
@@ -204,7 +206,7 @@ def test_a_function_that_is_not_pure_is_refused():
         return z.square().sum()
 
     for by in ("grad", "backward"):
-        with saying(RuntimeError, "did not use again a captured tensor", "not pure", "argument"):
+        with saying(RuntimeError, "did not use a captured tensor", "not pure", "argument"):
             GRADIENTS[by](loss)
 
 

@@ -20,7 +20,7 @@ MAKERS = {
     "accumulator": pa.accumulator,
 }
 GRADS, TRANSFORMS = ("grad", "grad_and_value"), ("grad", "grad_and_value", "value")
-BOTH = ("batch_argnums", "differentiated")
+BOTH = ("batch_argnums", "split")
 SIZES = [(0, ValueError), (-1, ValueError), *((s, TypeError) for s in (True, 2.0, "2", {2}))]
 SIZED = ("an int of at least 1", "samples")
 
@@ -82,10 +82,10 @@ def arguments():
             given = {"argnums": wrt, "batch_argnums": cut, "microbatch_size": size}
             yield GRADS, given, ValueError, "argument", *BOTH
     for wrt, asked in ((2, 2), (-3, -3), ((0, 5), 5)):
-        words = f"argnums names argument {asked}", "got 2 positional"
+        words = f"argnums names argument {asked}", "passed 2 positional"
         yield GRADS, {"argnums": wrt, "microbatch_size": 2}, ValueError, *words
     for cut in (2, -3, (1, 7)):
-        words = "batch_argnums names argument", "got 2 positional", "batch_argnums=()"
+        words = "batch_argnums names argument", "passed 2 positional", "batch_argnums=()"
         yield TRANSFORMS, {"batch_argnums": cut, "microbatch_size": 2}, ValueError, *words
 
 
@@ -99,7 +99,9 @@ def test_what_names_no_argument_or_one_twice_is_refused(make, given, error, word
 @pytest.mark.parametrize("make", [pa.grad, pa.value])
 def test_a_batch_passed_by_keyword_is_not_found(make):
     loss = Loss(squares)
-    with refused(ValueError, "batch_argnums names argument 1", "passed by position", loss=loss):
+    with refused(
+        ValueError, "batch_argnums names argument 1", "Pass batches by position", loss=loss
+    ):
         make(loss, microbatch_size=2)(PARAMS, batch=make_batch())
 
 

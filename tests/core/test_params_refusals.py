@@ -66,13 +66,13 @@ def test_nothing_to_begin_with_is_refused(to):
 
 
 OTHERS = {
-    "one more": (PARAMS | {"z": W}, ("['z'] is missing", "2 leaves came", "3 were expected")),
-    "one less": ({"w": W}, ("['b'] is not in", "2 leaves came", "1 were expected")),
+    "one more": (PARAMS | {"z": W}, ("['z'] is missing", "leaves: got 2, expected 3")),
+    "one less": ({"w": W}, ("['b'] is not in", "leaves: got 2, expected 1")),
     "another name": ({"b": W, "v": W}, ("['v'] is missing", "structure")),
     "another container": ([PARAMS["b"], W], ("structure",)),
     "another shape": (PARAMS | {"w": torch.ones(3)}, ("['w'] has shape (2,)", "(3,)")),
 }
-OWNER = "made from by init"
+OWNER = "that init made from these params"
 
 
 @pytest.mark.parametrize(("params", "words"), OTHERS.values(), ids=OTHERS)
@@ -144,7 +144,7 @@ def test_the_message_for_another_structure_looks_at_each_leaf_once(size, extra):
     came = Spec([*want, Path("other")] if extra else want[:-1])
     what = "x['other'] is not in params" if extra else f"x['l{size - 1}'] is missing"
     Path.compared = 0
-    with refused(ValueError, what, f"{len(came)} leaves came, {size} were expected"):
+    with refused(ValueError, what, f"leaves: got {len(came)}, expected {size}"):
         check_same_structure(want, came, "params", "x", "")
     assert Path.compared <= 4 * size
 
@@ -233,6 +233,6 @@ def test_the_first_argument_is_looked_at_first(case):
 def test_a_step_asks_whether_state_and_batch_are_swapped(donate, compile):
     step = pa.make_step(squares, pa.sgd(0.1), microbatch_size=2, donate=donate, compile=compile)
     state = step.init(PARAMS)
-    with refused(TypeError, "state is a dict", "TrainState", "another order?", given=state):
+    with refused(TypeError, "state is a dict", "TrainState", "in another order", given=state):
         step(BATCH, state)
     assert step.begin(state)  # not given up

@@ -384,7 +384,7 @@ BAD = {
     "another structure": (
         lambda c, x: ({"h": c["h"]}, x),
         ValueError,
-        ("carry", "'n'", "is missing", "keeps its structure"),
+        ("carry", "'n'", "is missing", "like the one that func gets"),
     ),
     "another shape": (
         lambda c, x: (c | {"h": c["h"][:2]}, x),
@@ -394,7 +394,7 @@ BAD = {
     "another dtype": (
         lambda c, x: (c | {"h": c["h"].double()}, x),
         ValueError,
-        ("carry['h']", "torch.float64", "for a torch.float32", "h.to(carry.dtype)"),
+        ("carry['h']", "torch.float64", "expected a torch.float32", "h.to(carry.dtype)"),
     ),
     "a growing carry": (
         lambda c, x: (c | {"h": torch.cat([c["h"], x[:, 0]])}, x),
@@ -439,7 +439,7 @@ MADE = {
     "sizes of another length": (
         lambda: pa.scan(held, chunk_size=[2, 2])((), CARRY, X),
         ValueError,
-        ("chunk_size=[2, 2]", "are 4", "the batch has 5"),
+        ("chunk_size=[2, 2]", "adds up to 4", "the batch has 5"),
     ),
     "no function": (lambda: pa.scan(3, chunk_size=2), TypeError, ("func is 3",)),
     "the carry as a sequence": (

@@ -119,7 +119,7 @@ def test_more_ranks_than_rows_leave_some_without():
 @pytest.mark.parametrize(
     ("lengths", "options", "error", "words"),
     [
-        ([3, 9, 2], {}, ValueError, r"lengths\[1\] is 9, and max_tokens=5.*too long"),
+        ([3, 9, 2], {}, ValueError, r"lengths\[1\] is 9; expected at most max_tokens=5.*too long"),
         ([3, -1], {}, ValueError, r"lengths\[1\] is -1"),
         ([3, 1.5], {}, TypeError, r"lengths\[1\] is 1.5"),
         ([3, True], {}, TypeError, r"lengths\[1\] is True"),

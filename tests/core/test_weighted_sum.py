@@ -544,7 +544,7 @@ REFUSED = {
     "samples": (
         lambda w, b: pa.per_sample_grad(loss, keep_batch_dim=True)(w, b),
         TypeError,
-        ("a sum of 2 Weighted", "return each term by itself"),
+        ("a sum of 2 Weighted", "return each term separately"),
     ),
     "other weights": (
         lambda w, b: in_parts_of(loss, w, b, weights=[1, 2, 3]),
@@ -566,24 +566,24 @@ REFUSED = {
             w, b | {"x": b["x"] * (torch.arange(len(b["x"])) > 2)[:, None]}
         ),
         ValueError,
-        ("has as many terms",),
+        ("the same number of terms",),
     ),
     "in aux": (
         lambda w, b: pa.grad(
             lambda w, b: (loss(w, b), {"both": loss(w, b)}), has_aux=True, microbatch_size=2
         )(w, b),
         TypeError,
-        ("a sum of 2 Weighted came in aux", "each by itself"),
+        ("aux", "holds a sum of 2 Weighted", "each term separately"),
     ),
     "in aux of a whole batch": (
         lambda w, b: pa.grad(lambda w, b: (loss(w, b), [loss(w, b)]), has_aux=True)(w, b),
         TypeError,
-        ("a sum of 2 Weighted came in aux", "each by itself"),
+        ("aux", "holds a sum of 2 Weighted", "each term separately"),
     ),
     "out of a microbatched function": (
         lambda w, b: pa.microbatch(loss, microbatch_size=2, reduce="sum")(w, b),
         TypeError,
-        ("out of a microbatched function", "sum(means)"),
+        ("the result of a microbatched function", "sum(means)"),
     ),
     "noise": (
         lambda w, b: once(pa.make_step(loss, pa.sgd(1.0), noise=True, microbatch_size=2), w, b),
@@ -595,7 +595,7 @@ REFUSED = {
             torch.stack([w, w]), b
         ),
         RuntimeError,
-        ("nonfinite='skip'", "sum of Weighted", "takes its weights along"),
+        ("nonfinite='skip'", "sum of Weighted", "whose weights to leave out"),
     ),
     "skip, compiled": (
         lambda w, b: once(

@@ -20,8 +20,8 @@ from tests.runs import RUNS
 
 
 pytestmark = [pytest.mark.purity, pytest.mark.promise("writes")]
-OURS = "in place, and what is given or captured is only lent to it"
-SAID = "in place, and what is given|would mutate a captured Tensor"
+OURS = "in place, but it must not change tensors that it gets or captures"
+SAID = "in place, but it must not change|would mutate a captured Tensor"
 TORCHS = "would mutate a captured Tensor"  # torch.func, before anybody else can look
 
 
@@ -173,7 +173,7 @@ def test_a_write_in_a_later_microbatch_raises(form):
         if form in ("uncut", "value uncut", "update", "donated"):
             FORMS[form](loss, of, "autograd")  # its one call
         name = "['x']" if write == "batch in place" else WRITES[write][0]
-        with saying(RuntimeError, "has written to", name, "only lent to it"):
+        with saying(RuntimeError, "has written to", name, "must not change"):
             FORMS[form](loss, of, "autograd")
 
 

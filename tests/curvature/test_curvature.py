@@ -226,7 +226,7 @@ def test_plain_autograd_and_forward_ad_around_a_call():
         with dual_level():
             duals = {n: make_dual(p, problem.u[n]) for n, p in problem.params.items()}
             if product is not of["hessian"]:
-                with pytest.raises(RuntimeError, match=r"torch\.func\.jvp goes through"):
+                with pytest.raises(RuntimeError, match=r"Use torch\.func\.jvp"):
                     along(duals)
                 continue
             tangents = {n: unpack_dual(x).tangent for n, x in along(duals).items()}

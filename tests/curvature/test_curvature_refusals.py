@@ -75,7 +75,7 @@ def test_calls(make):
         make(microbatch_size="auto", stream=True)
     with saying(ValueError, "reduction is 'max'"):
         make(reduction="max")(PARAMS, BATCH, V)
-    with saying(TypeError, "args[1] is a dict", "iterable of batches", "no stream"):
+    with saying(TypeError, "args[1] is a dict", "iterable of batches", "stream=True"):
         make(stream=True)(PARAMS, BATCH, V)
     with saying(TypeError, "args[1] is a Tensor", "iterable of batches"):
         make(stream=True)(PARAMS, BATCH["x"], V)
@@ -93,9 +93,9 @@ def test_streams_that_do_not_end_together():
     x, y = BATCH["x"], BATCH["x"][:, 0]
     params, v = {"w": PARAMS["w"]}, {"w": V["w"]}
     assert product(params, [x, x], iter([y, y]), v)[1]["w"].isfinite().all()
-    with saying(ValueError, "args[2] has no batch 1, counted from 0, and args[1] has one"):
+    with saying(ValueError, "args[2] has no batch 1, counted from 0, but args[1] has one"):
         product(params, [x, x], [y], v)
-    with saying(ValueError, "args[1] has no batch 2, counted from 0, and args[2] has one"):
+    with saying(ValueError, "args[1] has no batch 2, counted from 0, but args[2] has one"):
         product(params, iter([x, x]), [y] * 3, v)
 
 
@@ -127,11 +127,11 @@ def test_losses():
         hvp(rows)(*args)
     with saying(ValueError, "the loss has shape (4,)", "0-d tensor"):
         ggnvp(forward, lambda out, batch: out**2)(*args)
-    with saying(TypeError, "what forward gave", "is a float", "beside them"):
+    with saying(TypeError, "the result of forward", "is a float", "only tensors"):
         ggnvp(lambda p, b: (forward(p, b), 3.0), lambda out, b: mean(out[0], b))(*args)
-    with saying(ValueError, "losses gave ()", "shape (rows,)", "reduction='none'"):
+    with saying(ValueError, "losses returned ()", "shape (rows,)", "reduction='none'"):
         fisher_vp(squares)(*args)
-    with saying(ValueError, "losses gave a tuple", "shape (rows,)"):
+    with saying(ValueError, "losses returned a tuple", "shape (rows,)"):
         fisher_vp(lambda p, b: (rows(p, b), 1))(*args)
     with saying(ValueError, "the weights of the losses are 1.0", "(4,)", "each sample"):
         fisher_vp(lambda p, b: pa.Weighted(rows(p, b), 1.0))(*args)
@@ -297,7 +297,7 @@ def test_conjugate_gradients_that_cannot_be():
         run(lambda v: rotation @ v)
     with saying(ValueError, "damping is -1.0"):
         cg(lambda v: v, damping=-1.0)
-    with saying(ValueError, "what product gave has shape (1,)", "like b"):
+    with saying(ValueError, "the result of product has shape (1,)", "structure of b"):
         run(lambda v: v[:1])
     with saying(ValueError, "x has shape (3,)"):
         cg(lambda v: v).init(b, torch.zeros(3))
@@ -329,7 +329,7 @@ def test_estimates_and_operators(monkeypatch):
     for estimate in (diagonal, trace):
         with saying(ValueError, "samples is 0", "at least 1"):
             estimate(lambda v: v, like, key=pa.key(0), samples=0)
-        with saying(ValueError, "what product gave['b'] is missing", "like v"):
+        with saying(ValueError, "the result of product['b'] is missing", "like v"):
             estimate(lambda v: {"w": v["w"]}, like, key=pa.key(0), samples=1)
     operator = Operator(lambda v: v, like)
     assert operator.shape == (3, 3)

@@ -169,7 +169,7 @@ def with_params(change):
 STATES = {
     "a step ahead": (
         lambda s: ALONE(s, BATCH)[0],
-        r"the same: state\.opt_state\.steps is 0" + on_these("1") + r"; .*\d more differ",
+        r"the same values: state\.opt_state\.steps is 0" + on_these("1") + r"; .*\d more differ",
     ),
     "another lr": (
         lambda s: s._replace(opt_state=s.opt_state._replace(lr=torch.tensor(0.3).double())),
@@ -179,22 +179,23 @@ STATES = {
         lambda s: s._replace(loss_scale=s.loss_scale._replace(scale=torch.tensor(2.0**10))),
         r"state\.loss_scale\.scale is 65536\.0" + on_these(r"1024\.0"),
     ),
-    "another key": (lambda s: s._replace(key=pa.key(1)), r"the same: state\.key is "),
+    "another key": (lambda s: s._replace(key=pa.key(1)), r"the same values: state\.key is "),
     "another number of rows": (
         lambda s: s._replace(samples=s.samples + 1),
-        r"the same: state\.samples is 0" + on_these("1") + r"\. ",
+        r"the same values: state\.samples is 0" + on_these("1") + r"\. ",
     ),
     "a parameter": (
         with_params(lambda w: w.flip(0)),
-        r"the same: state\.params\['w'\] is \(2, 2\) with checksum \w{8} on rank",
+        r"the same values: state\.params\['w'\] is \(2, 2\) with checksum \w{8} on rank",
     ),
     "a parameter of NaN": (
         with_params(lambda w: w * torch.nan),
-        r"the same: state\.params\['w'\] is \(2, 2\) with checksum",
+        r"the same values: state\.params\['w'\] is \(2, 2\) with checksum",
     ),
     "float64": (
         lambda s: ALONE.init({name: x.double() for name, x in s.params.items()}),
-        r"the same: state\.params\['a'\] is torch.float32 .*" + on_these(r"torch.float64 .*"),
+        r"the same values: state\.params\['a'\] is torch.float32 .*"
+        + on_these(r"torch.float64 .*"),
     ),
 }
 
@@ -253,17 +254,21 @@ def one_bit_in_all_leaves():
             leaf = leaves[large[i]] = leaves[large[i]].clone()
             leaf.view(-1).view(torch.uint8)[-1] ^= 1
         state = optree.tree_unflatten(spec, leaves)
-        refused(lambda: step(state, BATCH), "the same: state", state)  # noqa: B023
+        refused(lambda: step(state, BATCH), "the same values: state", state)  # noqa: B023
     agree_again()
 
 
 def states_that_part_later():
     """Small leaves are compared at every step, the others at steps 1, 2, 4, 8, …"""
     for change, said, at in (
-        (lambda s: s._replace(attempts=s.attempts + 1), r"the same: state\.attempts is 2", 3),
-        (STATES["another scale"][0], r"the same: state\.loss_scale\.scale is 65536", 3),
-        (STATES["another lr"][0], r"the same: state\.opt_state\.lr is 0\.1", 3),
-        (STATES["a parameter"][0], r"the same: state\.params\['w'\]", 4),
+        (
+            lambda s: s._replace(attempts=s.attempts + 1),
+            r"the same values: state\.attempts is 2",
+            3,
+        ),
+        (STATES["another scale"][0], r"the same values: state\.loss_scale\.scale is 65536", 3),
+        (STATES["another lr"][0], r"the same values: state\.opt_state\.lr is 0\.1", 3),
+        (STATES["a parameter"][0], r"the same values: state\.params\['w'\]", 4),
     ):
         step = pa.make_step(loss, pa.adamw(0.1), group=dist.group.WORLD, **SCALED)
         state = step.init(PARAMS)
@@ -299,7 +304,8 @@ def models_in_another_order():
     steps = [one, other]
     order = [1, 0] if apart() else [0, 1]
     for i in order:
-        refused(lambda: steps[i](states[i], BATCH), r"the same: state\.params\['w'\]", states)  # noqa: B023
+        said = r"the same values: state\.params\['w'\]"
+        refused(lambda: steps[i](states[i], BATCH), said, states)  # noqa: B023
     agree_again()
 
 
@@ -450,7 +456,7 @@ def other_microbatches_later():
 
 
 def other_shapes_that_all_know():
-    """What was exchanged before is compared all the same: gloo would end the process."""
+    """What was exchanged before is compared all the same values: gloo would end the process."""
     for give in (psum, gather):
         for n in (13, 14, 13, 14):
             give(torch.ones(2, n))

@@ -50,27 +50,29 @@ def test_what_ranks_cannot_do_is_refused(rank, world):
     everyone = dist.group.WORLD
     acc = pa.accumulator(loss)
     state = acc.init(torch.ones(2))
-    with pytest.raises(TypeError, match=r"group is a str; expected a process group: dist\.group"):
+    with pytest.raises(
+        TypeError, match=r"group is a str; expected a process group\. Pass dist\.group"
+    ):
         distributed.all_reduce(state, "world")
     with pytest.raises(TypeError, match="expects the AccumState"):
         distributed.all_reduce((state, ()))
-    with pytest.raises(ValueError, match="async_op=True came with merge"):
+    with pytest.raises(ValueError, match="async_op=True does not work with merge"):
         distributed.all_reduce(state, merge=acc.merge, async_op=True)
     flags = state._replace(grads={"seen": torch.ones(2, dtype=torch.bool)})
     with pytest.raises(TypeError, match=r"state\.grads\['seen'\] is torch\.bool, which has no sum"):
         distributed.all_reduce(flags)
-    with pytest.raises(RuntimeError, match="all_reduce came under a transform"):
+    with pytest.raises(RuntimeError, match="all_reduce does not work under a transform"):
         torch.func.vmap(lambda g: distributed.all_reduce(state._replace(grads=g)).grads)(
             torch.ones(3, 2)
         )
-    with pytest.raises(ValueError, match="buffers='sequential' came with group"):
+    with pytest.raises(ValueError, match="buffers='sequential' does not work with group"):
         pa.make_step(loss, pa.sgd(), group=everyone, buffers="sequential")
 
     step = pa.make_step(lambda w, x, keys: loss(w, x), pa.sgd(), keys=True, group=everyone)
     begun = step.init(torch.ones(2))
     window = step.begin(begun)
     with pytest.raises(
-        ValueError, match=r"the same keys\. Say how many samples come before it, on"
+        ValueError, match=r"the same keys\. Pass the number of samples before it, on"
     ):
         step.update(begun, window, torch.ones(3, 2))
     for offset, error in (
@@ -85,10 +87,12 @@ def test_what_ranks_cannot_do_is_refused(rank, world):
             step.update(begun, window, torch.ones(3, 2), offset=offset)
     mesh = init_device_mesh("cpu", (world,))
     spread = distribute_tensor(torch.ones(2), mesh, [Replicate()])
-    with pytest.raises(ValueError, match=r"params holds DTensors .* Leave group out: a batch that"):
+    with pytest.raises(
+        ValueError, match=r"params holds DTensors .* Omit group: a step sums a batch that"
+    ):
         step.init({"w": spread})
     with pytest.raises(
-        ValueError, match=r"state\.grads holds DTensors .* and finalize and the step"
+        ValueError, match=r"state\.grads holds DTensors .*\. finalize and the end of a step"
     ):
         distributed.all_reduce(acc.init({"w": spread}))
     alone = dist.new_group([0])
@@ -114,7 +118,7 @@ def test_ranks_that_begin_apart_all_raise(rank, world):
         ValueError, match=r"params\['a1'\] is absent on rank 0 and torch\.float32 of"
     ):
         step.init({f"a{rank}": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"the same: key is "):
+    with pytest.raises(ValueError, match=r"the same values: key is "):
         step.init({"a": torch.ones(2)}, seed=rank)
     kinds = torch.float16, torch.bfloat16, torch.float64, torch.complex64
     alike = [
@@ -136,7 +140,7 @@ def raises_in_mid_window(rank, world):
         raise ZeroDivisionError("a fault of rank 0")
     with pytest.raises(RuntimeError) as caught:
         step.apply(state, window)
-    assert any("could not be added up" in note for note in caught.value.__notes__)
+    assert any("could not add up" in note for note in caught.value.__notes__)
     assert_trees_bitwise_equal(state.params, before)  # usable
     pa.make_step(loss, pa.sgd(0.5))(state, torch.ones(2, 2))
 
@@ -152,7 +156,7 @@ def dies_in_mid_window(folder, rank, world):
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
         step.apply(state, window)
-    assert any("could not be added up" in note for note in caught.value.__notes__)
+    assert any("could not add up" in note for note in caught.value.__notes__)
     alone = pa.make_step(loss, pa.sgd(0.5))
     like = {"state": state, "window": step.begin(state)}
     saved = [pa.load(f"{folder}/{r}", like) for r in range(world)]
@@ -231,7 +235,7 @@ def do_not_meet(rank, world):
         else:  # torch's timeout tells, with a note of ours
             with pytest.raises(RuntimeError) as caught:
                 kind(step, state, rank)
-            assert any("could not be added up" in note for note in caught.value.__notes__)
+            assert any("could not add up" in note for note in caught.value.__notes__)
         assert_trees_bitwise_equal(state.params, before)
         alone(state, torch.ones(2, 2))
         dist.barrier()

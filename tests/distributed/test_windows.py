@@ -116,7 +116,7 @@ def test_windows_of_different_kinds_do_not_merge():
         noisy.merge(window, window)
     step = pa.make_step(normal, pa.sgd(0.5), buffers="sequential")
     window = step.begin(step.init(W, FN.buffers))
-    with pytest.raises(ValueError, match="buffers='sequential', which go from one microbatch"):
+    with pytest.raises(ValueError, match="buffers='sequential' cannot be merged"):
         step.merge(window, window)
 
 

@@ -47,7 +47,7 @@ def settings():
     yield partial(pa.sam, torch.optim.SGD), TypeError, ("expected pureaccum's sgd",)
     words = ("lr is 1e+300, which params['b'] in torch.float32 cannot hold",)
     yield partial(pa.lbfgs(1e300).init, PARAMS), ValueError, words
-    words = ("LBFGS cannot be turned", "a closure", "lbfgs takes a function")
+    words = ("LBFGS cannot become", "a closure", "lbfgs, which takes a function")
     yield partial(pa.from_torch, torch.optim.LBFGS), ValueError, words
 
 
@@ -56,7 +56,7 @@ def functions():
     grads, value = of_batch(PARAMS)
     for came, error, *words in (
         (grads, TypeError, "func returned a dict", "(grads, value)"),
-        ((grads, value, value), TypeError, "func returned 3 things"),
+        ((grads, value, value), TypeError, "func returned 3 values"),
         (
             ({"w": grads["w"]}, value),
             ValueError,
@@ -110,7 +110,7 @@ def misfits():
     """States of other params and settings."""
     lbfgs, sam, momentum = *MINIMIZERS.values(), pa.sam(pa.sgd(0.1, momentum=0.9))
     less, double = {"w": PARAMS["w"]}, {name: x.double() for name, x in PARAMS.items()}
-    words = "state.move is 2 numbers in torch.float32 on cpu; these params have 3"
+    words = "state.move is 2 numbers in torch.float32 on cpu; expected 3"
     yield lbfgs, lbfgs.init(less), ValueError, words
     yield lbfgs, lbfgs.init(double), ValueError, "state.move is 3 numbers in torch.float64"
     yield lbfgs, pa.lbfgs(history_size=4).init(PARAMS), ValueError, "state remembers 4 moves"
@@ -237,7 +237,7 @@ def test_a_rate_that_is_not_finite_is_not_applied_and_one_of_zero_stays():
 
 def test_lbfgs_says_so_under_forward_ad_and_in_graphs():
     opt = MINIMIZERS["lbfgs"]
-    state, words = opt.init(PARAMS), ("lbfgs cannot run under", "the host reads", "sam can")
+    state, words = opt.init(PARAMS), ("lbfgs cannot run under", "the host reads", "adamw or sam")
     with forward_ad.dual_level():
         dual = {name: forward_ad.make_dual(x, torch.ones_like(x)) for name, x in PARAMS.items()}
         with refused(RuntimeError, *words):

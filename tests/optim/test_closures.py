@@ -206,7 +206,7 @@ def test_what_is_remembered_is_float32_at_least(dtype):
 def test_where_it_cannot_look_it_says_so():
     opt, params = pa.lbfgs(), make_params()
     state = opt.init(params)
-    words = "lbfgs cannot run under a torch.func transform", "sam can"
+    words = "lbfgs cannot run under a torch.func transform", "adamw or sam"
 
     def value(params):
         return opt.apply(of_batch, state, params)[0]["s"]

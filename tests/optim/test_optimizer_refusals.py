@@ -22,8 +22,8 @@ pytestmark = pytest.mark.faults
 DONATE = pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 PARAMS = make_params()
 ADAMS = (pa.adam, pa.adamw)
-BELONGS = "belongs to the params that it was made from by init"
-OTHER = "A state of another configuration?"
+BELONGS = "Pass a state that init made from these params"
+OTHER = "the state comes from another configuration"
 STATEFUL = {
     "sgd": (pa.sgd(0.1, 0.9), "momentum"),
     "adam": (pa.adam(0.1), "exp_avg"),
@@ -57,7 +57,7 @@ def settings():
     torchs = lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
     adam_of_torch = partial(pa.from_torch, torch.optim.Adam)
     for make, value in product((pa.sgd, *ADAMS, adam_of_torch), (torchs, lr_scheduler.StepLR)):
-        words = ("lr is a scheduler of torch, StepLR", "a schedule", "cosine_decay")
+        words = ("lr is StepLR, a scheduler of torch", "a schedule", "cosine_decay")
         yield partial(make, lr=value), TypeError, words
     for value in (math.nan, None):
         words = (f"dampening is {value!r}", "a finite number")
@@ -105,7 +105,7 @@ def parts():
             yield take, TypeError, (*words, "chain(*maps, optimizer)")
     for take, name in takers(Polyak):
         yield take, TypeError, (f"{name} is the class Polyak",)
-    words = ("chain() got nothing", "gradient maps and, last, an optimizer")
+    words = ("chain got no parts", "gradient maps and, last, an optimizer")
     yield pa.chain, ValueError, words
     for part, came in ((0.1, "a float"), (torch.relu, "a builtin_function_or_method")):
         words = (f"part 0 of chain is {came}", "a gradient map", "update(grads")
@@ -113,14 +113,14 @@ def parts():
     for part in (pa.sgd(0.1), Polyak()):
         words = (f"part 1 of chain is a {type(part).__name__}",)
         run = partial(pa.chain, Count(), part, pa.sgd(0.1))
-        yield run, TypeError, (*words, "It is an optimizer, which comes last")
+        yield run, TypeError, (*words, "Pass an optimizer last")
     words = ("part 0 of chain is the class Count",)
     yield partial(pa.chain, Count, pa.sgd(0.1)), TypeError, words
     words = ("partition got no optimizers", "one for each label")
     yield partial(pa.partition, {}, str), ValueError, words
     for label in ("none", None, 3):
         opt = pa.partition({"a": pa.sgd(0.1), "b": pa.sgd(0.1)}, lambda path, it=label: it)
-        words = (f"label_of_path('b') is {label!r}", "one of ['a', 'b']")
+        words = (f"label_of_path('b') returned {label!r}", "one of ['a', 'b']")
         yield partial(opt.init, PARAMS), ValueError, words
     # keys with dots in them: one of the leaves would be left out without a word
     params = {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}
@@ -190,9 +190,9 @@ def misfits():
         ):
             other, words = params | changed, (f"has shape {tuple(leaves(changed)[0].shape)}",)
             held = state._replace(**{name: getattr(opt.init(other), name)})
-            more = (f"state.{name}{path} {words[0]}", "params has", BELONGS)
+            more = (f"state.{name}{path} {words[0]}", "as in params", BELONGS)
             yield opt, (PARAMS, held, params), ValueError, more
-            more = (f"grads{path} {words[0]}", "params has", yet)
+            more = (f"grads{path} {words[0]}", "as in params", yet)
             yield opt, (other, state, params), ValueError, more
         held = state._replace(**{name: getattr(opt.init(less), name)})
         missing = "['in'][0] is missing"
@@ -209,7 +209,7 @@ def misfits():
     # A cast would drop the imaginary parts.
     adam = pa.from_torch(torch.optim.Adam)
     for opt in (*(opt for opt, _ in STATEFUL.values()), adam):
-        words = ("grads['w'] is torch.complex64", "torch.float32 there", "to be real")
+        words = ("grads['w'] is torch.complex64", "torch.float32 there", "a real gradient")
         grads = params | {"w": params["w"] * 1j}
         yield opt, (grads, opt.init(params), params), TypeError, words
     for opt, other, came, expected in (
@@ -227,7 +227,7 @@ def misfits():
     rates = ((0.1, torch.tensor(0.1)), (pa.constant(0.1), 0.2))
     for make, (ours, theirs) in product((pa.sgd, *ADAMS), rates):
         state = make(theirs).init(params)
-        words = (f"state.lr is {state.lr!r}", "made with lr=", "A number is kept in the state")
+        words = (f"state.lr is {state.lr!r}", "made with lr=", "The state holds a number as lr")
         yield make(ours), (PARAMS, state, params), ValueError, (*words, OTHER)
     for fewer, more, name in (
         (pa.sgd(0.1), pa.sgd(0.1, 0.9), "momentum"),
@@ -238,7 +238,7 @@ def misfits():
         # it would come along for ever, shared by every state after it
         yield fewer, (PARAMS, more.init(params), params), ValueError, (f"state.{name}", OTHER)
     one = {"w": params["w"]}
-    words = ("state.per_leaf has 1 entries for 3 leaves of params", "made from by init")
+    words = ("state.per_leaf has 1 entries; expected 3", "that init made from these params")
     yield adam, (PARAMS, adam.init(one), params), ValueError, words
     yield adam, (one, adam.init(params), params), ValueError, ("grads", yet)
     chain = pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1))
@@ -288,11 +288,11 @@ def test_a_class_whose_state_changes_its_structure_is_refused(donate):
     state = opt.init(params)
     for _ in range(2):
         params, state = opt.apply(PARAMS, state, params)
-    words = ("Growing keeps something else than after its first step", "['late']")
+    words = ("Growing keeps other values than after its first step", "['late']")
     with refused(ValueError, *words, given=() if donate else (params, state)):
         opt.apply(PARAMS, state, params, donate=donate)
     for x in leaves((params, state)) if donate else ():
-        with saying(RuntimeError, "failed in the middle", "changed already"):
+        with saying(RuntimeError, "failed in the middle", "changed some of the numbers"):
             x + 1
 
 
@@ -321,7 +321,10 @@ def test_fused_sgd_in_half_precision_on_a_cpu_is_refused(dtype, momentum, donate
     """torch's kernel would skip most parameters; its Adam is fine."""
     opt, params = pa.sgd(0.1, momentum, fused=True), torch.randn(65).to(dtype)
     state = opt.init(params)
-    words = (f"sgd(fused=True) came with parameters in {dtype} on a CPU", "Use fused=False")
+    words = (
+        f"sgd(fused=True) does not work with parameters in {dtype} on a CPU",
+        "Use fused=False",
+    )
     with refused(ValueError, *words, given=(params, state)):
         opt.apply(params.clone(), state, params, donate=donate)
     adam = pa.adam(0.1, fused=True)
@@ -334,7 +337,10 @@ def test_the_fused_kernels_know_no_complex_numbers(make, donate):
     opt = make(0.1, fused=True)
     params = {"a": torch.ones(3), "c": normal((3,), generator(0), torch.complex64)}
     state = opt.init(params)
-    words = (f"{make.__name__}(fused=True) came with parameters in torch.complex64", "fused=False")
+    words = (
+        f"{make.__name__}(fused=True) does not work with parameters in torch.complex64",
+        "fused=False",
+    )
     for applied in (None, torch.tensor(True), torch.tensor(False)):
         with refused(ValueError, *words, given=(params, state)):
             opt.apply(clones(params), state, params, applied=applied, donate=donate)
@@ -351,7 +357,7 @@ def test_an_error_in_the_middle_of_the_leaves_loses_nothing(make, flag, donate, 
     with unchanged(*(() if donate else (params, state)), grads), pytest.raises(RuntimeError):
         opt.apply(grads, state, params, applied=flag, donate=donate)
     for x in leaves((params, state)) if donate else ():
-        with saying(RuntimeError, "failed in the middle", "changed already"):
+        with saying(RuntimeError, "failed in the middle", "changed some of the numbers"):
             x + 1
 
 
@@ -373,7 +379,7 @@ def an_optimizer(change):
     return type("Other", (Polyak,), {"apply": apply})()
 
 
-HAS_TO = "has to return (params, state)"
+HAS_TO = "must return (params, state)"
 OTHERS = {
     "loses": (
         ValueError,
@@ -388,28 +394,28 @@ OTHERS = {
     "turns": (
         TypeError,
         a_map(lambda grads: grads | {"w": grads["w"] * 1j}),
-        ("its grads['w'] is torch.complex64", "to be real"),
+        ("its grads['w'] is torch.complex64", "a real gradient"),
     ),
     "forgets": (
         ValueError,
         an_optimizer(lambda params, state: params),
-        ("what apply returned", HAS_TO),
+        ("the result of apply", HAS_TO),
     ),
     "shrinks": (
         ValueError,
         an_optimizer(lambda params, state: (params, {"count": state["count"]})),
-        ("what apply returned", "['average']", HAS_TO),
+        ("the result of apply", "['average']", HAS_TO),
     ),
     # where nothing tells, a step that may not be applied has the shape of both
     "broadcasts": (
         ValueError,
         an_optimizer(lambda params, state: (params | {"w": params["w"][:1]}, state)),
-        ("what apply returned[0]['w'] has shape (1, 2)", HAS_TO),
+        ("the result of apply[0]['w'] has shape (1, 2)", HAS_TO),
     ),
     "reads": (
         TypeError,
         an_optimizer(lambda params, state: (params, state | {"count": 1})),
-        ("what apply returned[1]['count'] is a int", HAS_TO),
+        ("the result of apply[1]['count'] is a int", HAS_TO),
     ),
 }
 

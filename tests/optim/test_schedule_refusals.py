@@ -75,13 +75,13 @@ def decays():
         ),
     ):
         yield partial(pa.step_decay, 0.1, steps), error, words
-    words = ("end is 10.0, above peak=0.1", "a rate, and not a count")
+    words = ("end is 10.0, above peak=0.1", "a count, not a rate")
     yield partial(pa.exponential_decay, 0.1, 0.5, end=10), ValueError, words
     for error, words, cycle in (
         (ValueError, ("pct_start is 30.0", "from 0 to 1"), {"pct_start": 30}),
         (
             ValueError,
-            ("pct_start is 0.6", "from 0 to a half", "a way back"),
+            ("pct_start is 0.6", "from 0 to a half", "the way back"),
             {"pct_start": 0.6, "three_phase": True},
         ),
         (ValueError, ("pct_start is -0.1",), {"pct_start": -0.1}),
@@ -155,7 +155,7 @@ def averages():
         (PARAMS | {"w": torch.ones(2).long()}, "params['w']", "int64"),
         (PARAMS | {"w": torch.ones(2, device="meta")}, "params['w']", "meta", "cpu"),
     ):
-        words = (*words, "that it was made from by init")
+        words = (*words, "an average that init made from these params")
         yield partial(AVERAGE.update, state, params), ValueError, words
     wrong = PARAMS | {"w": 0.1}
     for run, name in (

@@ -219,7 +219,7 @@ def test_what_is_frozen_or_thawed_later_is_noticed():
     net = lora()
     fn = pa.functional(net)
     net.down.requires_grad_(False)
-    words = "down.weight was trained when functional(module) was called, and is frozen now"
+    words = "down.weight was trained when functional(module) was called, but is frozen now"
     with refused(RuntimeError, words, "Call functional(module) again"):
         fn.apply(fn.params, (), X)
     net.down.requires_grad_(True)

@@ -74,8 +74,8 @@ def wrapped(name, inner):
 WRAPPERS = {
     "DataParallel": ("is a DataParallel", "unsynchronised gradients"),
     "DistributedDataParallel": ("is a DistributedDataParallel", "unsynchronised gradients"),
-    "FullyShardedDataParallel": ("is sharded by FSDP", "ignores the parameters passed"),
-    "FSDPModule": ("is sharded by FSDP (FSDPNet)", "ignores the parameters passed"),
+    "FullyShardedDataParallel": ("is sharded by FSDP", "would ignore the parameters passed"),
+    "FSDPModule": ("is sharded by FSDP (FSDPNet)", "would ignore the parameters passed"),
 }
 
 
@@ -87,7 +87,7 @@ def test_wrapped_modules_are_refused(name, words, below):
     module, path = wrapped(name, Net()), "module"
     if below:
         module, path = nn.Sequential(nn.Linear(2, 2), module), "module.1"
-    advice = "without fully_shard" if "FSDP" in words[0] else f"pass {path}.module"
+    advice = "without fully_shard" if "FSDP" in words[0] else f"expected {path}.module"
     with refused(TypeError, f"{path} {words[0]}", *words[1:], advice):
         functional(module)
 
@@ -100,7 +100,7 @@ def test_nothing_of_torch_distributed_is_imported(monkeypatch):
 
 def test_a_lazy_module_is_refused():
     lazy = nn.Sequential(nn.LazyLinear(2))
-    with refused(ValueError, "0.weight has no shape yet", "call the lazy module once"):
+    with refused(ValueError, "0.weight has no shape yet", "Call the lazy module once"):
         functional(lazy)
     lazy(X)
     functional(lazy)
@@ -109,11 +109,11 @@ def test_a_lazy_module_is_refused():
 STRANGERS = {
     "another model's": (
         lambda p, b: ({**p, "conv.weight": p[W]}, b),
-        ("params['conv.weight'] is no parameter", "the first of its 5", W, "another model"),
+        ("params['conv.weight'] is not a parameter", "whose first of 5", W, "another model"),
     ),
     "from DDP": (
         lambda p, b: ({"module." + k: x for k, x in p.items()}, b),
-        (f"params['module.{W}'] is no parameter", f"has {W!r}", "prefix 'module.'"),
+        (f"params['module.{W}'] is not a parameter", f"has {W!r}", "prefix 'module.'"),
     ),
     "tied": (
         lambda p, b: ({**p, "head.weight": p[W]}, b),
@@ -121,16 +121,16 @@ STRANGERS = {
     ),
     "a buffer": (
         lambda p, b: (p | b, b),
-        ("params['body.1.running_mean'] is no parameter",),
+        ("params['body.1.running_mean'] is not a parameter",),
     ),
     "one buffer too many": (
         lambda p, b: (p, {**b, "mask": b["body.1.running_mean"]}),
-        ("buffers['mask'] is no buffer", "the first of its 3"),
+        ("buffers['mask'] is not a buffer", "whose first of 3"),
     ),
-    "params for buffers": (lambda p, b: (p, p), ("is no buffer of the module",)),
+    "params for buffers": (lambda p, b: (p, p), ("is not a buffer of the module",)),
     "shape": (
         lambda p, b: ({**p, W: torch.ones(3, 2)}, b),
-        (f"params[{W!r}] has shape (3, 2)", "the module has (2, 2)", "torch.func.vmap"),
+        (f"params[{W!r}] has shape (3, 2)", "expected (2, 2), as in the module", "torch.func.vmap"),
     ),
     "buffer's shape": (
         lambda p, b: (p, {**b, "body.1.running_var": torch.ones(1)}),
@@ -172,7 +172,9 @@ def test_what_is_no_state_of_a_module_is_refused(change, words):
 
 
 def test_a_parameter_that_a_module_does_not_have_is_refused():
-    with refused(ValueError, "params['w'] is no parameter of the module. The state of another"):
+    with refused(
+        ValueError, "params['w'] is not a parameter of the module. Likely cause: the state"
+    ):
         functional(nn.ReLU()).apply({"w": X}, (), X)
 
 
@@ -193,7 +195,7 @@ def test_buffers_are_tensors():
 
 
 RETURNED = {
-    "nothing": (lambda b: None, ValueError, ("new_buffers['n'] is missing", "0 leaves came")),
+    "nothing": (lambda b: None, ValueError, ("new_buffers['n'] is missing", "leaves: got 0")),
     "one less": (lambda b: {"n": b["n"]}, ValueError, ("new_buffers['x'] is missing",)),
     "one more": (lambda b: {**b, "z": b["n"]}, ValueError, ("new_buffers['z'] is not in buffers",)),
     "a number": (lambda b: {**b, "n": 3}, TypeError, ("new_buffers['n'] is a int",)),
@@ -257,5 +259,5 @@ def test_statistics_under_another_name_are_not_pooled():
     buffers = {"mean": torch.zeros(2), "var": torch.ones(2)}
     with watching("pooled") as seen:
         nn.functional.batch_norm(X, *buffers.values(), training=True)
-    with refused(ValueError, "not in new_buffers", "'running_mean' beside 'running_var'"):
+    with refused(ValueError, "not in new_buffers", "'running_mean' with 'running_var'"):
         collect_buffers("pooled", seen, buffers, buffers)

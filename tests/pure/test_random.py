@@ -374,9 +374,9 @@ K, X = key(0), torch.ones(4, 3)
         (
             lambda: dropout(X, 0.5, split_key(K, 3)),
             ValueError,
-            r"key has shape \(3, 2\) on cpu where x has \(4, 3\) on cpu; .* one key per sample",
+            r"key has shape \(3, 2\) on cpu, but x has \(4, 3\) on cpu; .* one key per sample",
         ),
-        (lambda: dropout(X.to("meta"), 0.5, K), ValueError, "on cpu where x has .* on meta"),
+        (lambda: dropout(X.to("meta"), 0.5, K), ValueError, "on cpu, but x has .* on meta"),
         (lambda: dropout(X[0, 0], 0.5, K[None]), ValueError, r"key has shape \(1, 2\)"),
     ],
 )

@@ -113,9 +113,7 @@ def test_a_condition_on_how_many_rows_there_are_is_refused(condition, swallowing
                 return x
             raise
 
-    refuses(
-        of(func), "module (Of) cannot be cut", "must not depend on how many samples it is given"
-    )
+    refuses(of(func), "module (Of) cannot be cut", "must not depend on how many samples it gets")
 
 
 def test_what_is_done_row_by_row_is_refused_where_microbatches_differ():
@@ -285,7 +283,7 @@ def test_batch_norm_of_parameters_is_refused():
     module = of(
         lambda self, x: x @ self.norm(self.w), w=nn.Parameter(X[:3]), norm=nn.BatchNorm1d(3)
     )
-    refuses(module, "module.norm (BatchNorm1d) is given what does not depend on the batch")
+    refuses(module, "module.norm (BatchNorm1d) gets an input that is not of the batch")
     module.norm = nn.BatchNorm1d(3, track_running_stats=False)
     calls(module)
 
@@ -316,7 +314,7 @@ def test_options_of_a_module_that_make_no_sense_are_refused():
             pa.functional(module, microbatch_size=size)
     with refused(ValueError, "keep is 'disk'; expected 'device' or 'host'"):
         pa.functional(module, microbatch_size=3, keep="disk")
-    with refused(ValueError, "microbatch_size=[3, 3] are 6 samples", "has 4"):
+    with refused(ValueError, "microbatch_size=[3, 3] adds up to 6 samples", "has 4"):
         calls(module, size=[3, 3])
 
 
@@ -369,22 +367,22 @@ def torch_s(self, x):
     return torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False)
 
 
-MODES = "under no_grad or autocast, which is not recorded (so does a torch.autograd.Function)"
+MODES = "under no_grad or autocast, as a torch.autograd.Function does"
 TRAINS = "module (Of) calls batch_norm with training=True"
 ADDS = "module (Of) writes in place (add_) to its own module.n"
-READ = "is read again as another one", "x = x + y in place of x += y"
+READ = "is read again as another one", "x = x + y instead of x += y"
 ALIASES = (
     "module (Of) writes in place (",
     "read again as another one",
-    "x = x + y in place of x += y",
+    "x = x + y instead of x += y",
 )
 TRACKING = nn.InstanceNorm1d(1, track_running_stats=True)
 COUNT = {"n": nn.Buffer(torch.zeros(3))}
 REFUSED = {
     "a branch on numbers": (
         lambda: norm(nn.Sequential(Gate())),
-        "module.2.0 (Gate) cannot be cut at its BatchNorm layers: what it computes must not depend "
-        "on the numbers that it is given (bool), at test_whole_batch_refusals.py line ",
+        "module.2.0 (Gate) cannot be cut at its BatchNorm layers: its result must not depend on "
+        "numbers of its input (bool). This is at test_whole_batch_refusals.py line ",
         ": `if x.sum() > 0:`",
         "torch.overrides.wrap_torch_function",
     ),
@@ -399,11 +397,11 @@ REFUSED = {
     "a function not looked into": (lambda: of(lambda self, x: normalised(x)), TRAINS),
     "statistics that are no buffers": (
         lambda: of(own_statistics, zero=nn.Buffer(X[0])),
-        *("module (Of)", "running statistics that are no buffers"),
+        *("module (Of)", "running statistics that are not buffers"),
     ),
     "a formula of its own": (
         lambda: norm(ByHand(3)),
-        "module.2 (ByHand) has a forward of its own which does not call",
+        "module.2 (ByHand) has a forward of its own that does not call",
     ),
     "statistics of another layer": (
         lambda: nn.Sequential(norm(), nn.Unflatten(1, (1, 3)), deepcopy(TRACKING)),
@@ -446,7 +444,7 @@ def test_a_cut_around_a_cut_is_refused():
         lambda: torch.func.grad(pa.value(loss, microbatch_size=3))(fn.params, X),
     ):
         with refused(
-            RuntimeError, "module.1 (BatchNorm1d) couples all samples", "a cut around a cut"
+            RuntimeError, "module.1 (BatchNorm1d) couples all samples", "splits the batch too"
         ):
             around()
     one = pa.microbatch(loss, microbatch_size=4, reduce="mean")(fn.params, X)
@@ -498,9 +496,9 @@ def test_parameters_and_buffers_that_do_not_fit_are_refused():
     fn = pa.functional(module, microbatch_size=3)
     params, buffers = fn.params, fn.buffers
     cases = [
-        (params | {"2.weight": X}, buffers, "params['2.weight'] is no parameter of the module"),
-        (params | {"0.bias": X[0, :1]}, buffers, "params['0.bias'] has shape (1,); the module has"),
-        (params, {}, "buffers['1.running_mean'] is missing; all 3"),
+        (params | {"2.weight": X}, buffers, "params['2.weight'] is not a parameter of the module"),
+        (params | {"0.bias": X[0, :1]}, buffers, "params['0.bias'] has shape (1,); expected"),
+        (params, {}, "buffers['1.running_mean'] is missing; expected all 3"),
     ]
     for some, others, words in cases:
         with refused(ValueError, words):
@@ -531,7 +529,7 @@ def test_arguments_that_do_not_fit_are_refused(mode):
         called(X, torch.tensor(2.0))
     with refused(TypeError, "args[1] is a numpy.ndarray"):
         called(X, X.numpy())
-    with refused(ValueError, "what apply is given holds no tensor"):
+    with refused(ValueError, "the input of apply holds no tensor"):
         called(1.0, 2.0)
 
 
@@ -556,7 +554,7 @@ def test_tensors_between_levels_without_rows_are_refused():
     module = nn.Sequential(norm(), nn.BatchNorm1d(3))
     module.insert(1, of(lambda self, x: x.mean(0, keepdim=True)))
     with saying(
-        ValueError, "'mean' in module.1 (Of) has shape (1, 3) for 3 samples; what lies between two"
+        ValueError, "'mean' in module.1 (Of) has shape (1, 3) for 3 samples; expected one row"
     ):
         calls(module)
 

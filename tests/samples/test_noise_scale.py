@@ -299,7 +299,7 @@ def test_what_has_no_noise_of_its_own_is_refused():
 
 def test_other_params_and_bad_decays_are_refused():
     running, (seen,) = pa.running_noise_scale(0.9), some_states(0, 1)
-    with refused(ValueError, "1 leaves", "2", "init"):
+    with refused(ValueError, "expected 1, as in the batch", "2", "init"):
         running.update(running.init([W, W]), seen)
     for like in ([W, W], {}):
         with refused(ValueError, "leaves"):

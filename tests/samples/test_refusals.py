@@ -16,7 +16,7 @@ from tests.samples.problems import engines, looped
 
 
 pytestmark = pytest.mark.faults
-STATISTICS = "normalises with the statistics of a whole batch"
+STATISTICS = "normalises with the statistics of the whole batch"
 BATCH, OTHER = make_batch(5), make_batch(3)
 
 
@@ -62,7 +62,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_losses_that_vmap_refuses_run_by_the_other_engine(name):
-    with refused(RuntimeError, "engine='autograd'", "torch said", given=(PARAMS, BATCH)):
+    with refused(RuntimeError, "engine='autograd'", "torch says", given=(PARAMS, BATCH)):
         pa.per_sample_grad(REFUSED[name])(PARAMS, BATCH)
     with pytest.raises(RuntimeError, match="engine='autograd'") as caught:
         pa.per_sample_grad(REFUSED[name], chunk_size=3)(PARAMS, BATCH)
@@ -86,7 +86,7 @@ def test_what_cannot_be_followed_is_written_out(name, size):
     if name == "a transform of a leaf":
         engines.append("vmap")
     else:
-        with refused(RuntimeError, "engine='autograd'", "torch said", given=(PARAMS, BATCH)):
+        with refused(RuntimeError, "engine='autograd'", "torch says", given=(PARAMS, BATCH)):
             pa.gramian(func, chunk_size=size)(PARAMS, BATCH, other=OTHER)
     for engine in engines:
         of = pa.gramian(func, chunk_size=size, engine=engine)
@@ -171,7 +171,7 @@ def test_random_numbers_of_a_gramian_come_from_keys():
 @pytest.mark.parametrize("of", [pa.per_sample_grad, pa.gramian])
 def test_a_write_to_what_is_captured_is_refused_and_not_done(of):
     seen = torch.zeros(2)
-    with refused(RuntimeError, "writes to a tensor that is no argument", given=(seen, PARAMS)):
+    with refused(RuntimeError, "writes to a tensor that is not an argument", given=(seen, PARAMS)):
         of(lambda p, row: out(p, row) + seen.add_(row["x"]))(PARAMS, BATCH)
 
 
@@ -197,6 +197,26 @@ def test_an_error_of_the_loss_comes_out_as_it_is(name, engine):
     # vmap sees other sizes, and may call another kernel
     words = [re.sub(r"\d+", "", str(error.value)).split() for error in (alone, caught)]
     assert words[0][-5:] == words[1][-5:]
+
+
+@engines
+def test_what_apply_returns_is_a_pair_for_samples_too(engine):
+    fn = pa.functional(nn.Linear(3, 1))
+    x = torch.ones(5, 3)
+
+    def mean(params, x):
+        return nn.functional.mse_loss(fn.apply(params, (), x), x)
+
+    acc = pa.per_sample_accumulator(mean, engine=engine)
+    for run in (
+        lambda: pa.per_sample_grad(mean, engine=engine)(fn.params, x),
+        lambda: pa.gramian(mean, engine=engine)(fn.params, x),
+        lambda: acc.update(acc.init(fn.params), fn.params, x),
+    ):
+        with saying((TypeError, AttributeError), "tuple") as caught:
+            run()
+        (note,) = caught.value.__notes__
+        assert "out, new_buffers" in note
 
 
 def test_an_error_of_the_function_of_a_gramian_comes_out_as_it_is():
@@ -261,8 +281,16 @@ ARGUMENTS = {
     "metric": ({"metrics": "nrm"}, TypeError, ("metrics is 'nrm'", "'norm'")),
     "overlap": ({"batch_argnums": (0, 1)}, ValueError, ("argument 0", "batch_argnums")),
     "float metrics": ({"metrics": lambda *_: FLOATS}, TypeError, ("metrics['n'] is a float",)),
-    "float gradient": ({"transform": lambda _: FLOATS}, TypeError, ("transform returned['n']",)),
-    "float aux": ({"has_aux": True}, TypeError, ("aux['n'] is a float", "one for each sample")),
+    "float gradient": (
+        {"transform": lambda _: FLOATS},
+        TypeError,
+        ("the result of transform['n']",),
+    ),
+    "float aux": (
+        {"has_aux": True},
+        TypeError,
+        ("aux['n'] is a float", "one tensor for each sample"),
+    ),
 }
 
 
@@ -286,7 +314,7 @@ OTHERS = {
     "one for two": ({"batch_argnums": (1, 2)}, OTHER, ValueError, ("other is a dict", "tuple of")),
     "one": ({"batch_argnums": (1,)}, OTHER, ValueError, ("other is a dict", "a tuple of 1")),
     "a number": ({}, 3, ValueError, ("other holds no tensor", "samples")),
-    "a tensor": ({}, torch.ones(3, 2), ValueError, ("other has the structure", "same kind")),
+    "a tensor": ({}, torch.ones(3, 2), ValueError, ("other has the structure", "as in the batch")),
     "no rows": ({}, {"x": torch.tensor(1.0)}, ValueError, ("other['x'] is a 0-d tensor", "row")),
     "rows": ({}, {"x": torch.ones(3, 2), "y": torch.ones(2)}, ValueError, ("other", "samples")),
 }
@@ -310,9 +338,9 @@ NORMS = {
     "empty": ({}, TypeError, ("max_norm is {}",)),
 }
 TREES = {
-    "missing": ({"w": 1.0}, ("no prefix of params", "extra key(s): ['b']")),
-    "deeper": ({"w": {"v": 1.0}, "b": 1.0}, ("no prefix of params", "max_norm['w']")),
-    "list": ([1.0, 1.0], ("no prefix of params", "list")),
+    "missing": ({"w": 1.0}, ("not a prefix of params", "extra key(s): ['b']")),
+    "deeper": ({"w": {"v": 1.0}, "b": 1.0}, ("not a prefix of params", "max_norm['w']")),
+    "list": ([1.0, 1.0], ("not a prefix of params", "list")),
 }
 
 
@@ -344,7 +372,7 @@ def test_samples_of_a_batch_without_rows_have_gradient_zero(func, engine):
     clipped = pa.clipped_sum(called, 1.0, engine=engine)(PARAMS, empty)
     assert_trees_bitwise_equal(clipped, (zeros, torch.zeros(0)))
     for options in ({"has_aux": True}, {"metrics": lambda grad, value: value}):
-        with refused(ValueError, "no samples", "need one sample", loss=called):
+        with refused(ValueError, "no samples", "at least one sample", loss=called):
             pa.per_sample_grad(called, engine=engine, **options)(PARAMS, empty)
     assert called.calls == 0
 
@@ -371,10 +399,10 @@ def started(**options):
 def test_states_of_other_params_are_refused(key, width, reduce):
     acc, state = started(reduce=reduce)
     other = acc.init({"b": PARAMS["b"], key: torch.ones(width)})
-    with refused(ValueError, "state", "belongs to the params", given=other):
+    with refused(ValueError, "state", "that init made from these params", given=other):
         acc.update(other, PARAMS, BATCH)
     for pair in ((state, other), (other, state)):
-        with refused(ValueError, "state", "belongs to the params", given=pair):
+        with refused(ValueError, "state", "that init made from these params", given=pair):
             acc.merge(*pair)
 
 

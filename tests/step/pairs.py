@@ -63,7 +63,7 @@ _AUTO = Refused(
     NO_MEANING,
     "a size is right or wrong for a whole call; inside of a transform nobody knows yet what the "
     "transform around it will hold",
-    "whose own memory a smaller size does not free",
+    "a smaller size does not free their memory",
 )
 _FROM_TORCH = Refused(
     TORCH,
@@ -83,7 +83,7 @@ REFUSED = {
         NO_MEANING,
         "it is a cut around a cut: a BatchNorm that is given some samples has not the moments of "
         "all",
-        "a cut around a cut",
+        "splits the batch too",
     ),
     ("inside", "buffers"): Refused(
         NO_MEANING,
@@ -105,7 +105,7 @@ REFUSED = {
     ("group", "dtensors"): Refused(
         NO_MEANING,
         "`group` adds up what every rank holds whole; DTensors are added up over their mesh",
-        "Leave group out",
+        "Omit group",
     ),
     ("compile", "raise"): Refused(
         WAITS, "a graph does not stop to look at a number", "which a graph cannot"

@@ -335,7 +335,7 @@ def test_autocast_around_a_compiled_step_is_seen_or_refused():
             lambda: ours(state, batch),
             lambda: ours.update(state, ours.begin(state), batch),
         ):
-            with pytest.raises(RuntimeError, match="autocast for 'cpu' is open"):
+            with pytest.raises(RuntimeError, match="autocast for 'cpu' is enabled"):
                 call()
 
 

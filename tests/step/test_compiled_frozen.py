@@ -256,7 +256,7 @@ def test_a_graph_of_the_users_own_takes_what_is_frozen(name):
 )
 def test_under_a_vmap_of_the_parameters_what_is_frozen_is_refused_in_a_graph_too(name):
     """Members may differ in it, whichever transforms are between; what is given is taken."""
-    words = "the parameters are mapped by a vmap"
+    words = "vmap maps the parameters"
     with pytest.raises(ValueError, match=words):
         MAPPED[name](STACKED)
     with pytest.raises(Exception, match=words):

@@ -48,12 +48,12 @@ def make(optimizer=None, loss=squares, **options):
         (
             {"engine": "autograd", "compile": True},
             ValueError,
-            ["engine='autograd' came with compile", "leave compile out"],
+            ["engine='autograd' does not work with compile", "leave compile out"],
         ),
         (
             {"nonfinite": "raise", "compile": True},
             ValueError,
-            ["nonfinite='raise' came with compile", "'skip' or 'propagate'"],
+            ["nonfinite='raise' does not work with compile", "'skip' or 'propagate'"],
         ),
     ],
 )
@@ -111,16 +111,16 @@ def keeps(params, batch):
 @pytest.mark.parametrize(
     ("loss", "line", "why"),
     [
-        (branches, "if value > 0", "torch.where takes both sides"),
+        (branches, "if value > 0", "torch.where, which computes both sides"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (lists, 'batch["x"].tolist()', "keep it a tensor"),
-                (prints, 'print("the loss")', "return what is to be printed as aux"),
-                (logs, 'LOG.info("the loss")', "return what is to be logged as aux"),
+                (lists, 'batch["x"].tolist()', "Keep the value a tensor"),
+                (prints, 'print("the loss")', "Return values to print as aux"),
+                (logs, 'LOG.info("the loss")', "Return values to log as aux"),
                 (gets_a_logger, 'logging.getLogger("mine")', ""),
-                (opens, "with open(__file__):", "a graph computes on tensors"),
-                (keeps, "KEPT.append(value.detach())", "return it as aux"),
+                (opens, "with open(__file__):", "a graph only computes on tensors"),
+                (keeps, "KEPT.append(value.detach())", "Return the value as aux"),
             )
         ),
     ],

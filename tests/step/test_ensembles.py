@@ -79,7 +79,7 @@ def test_a_member_that_is_given_up_leaves_the_others():
 
 x, y = torch.ones(2), torch.ones(3)
 STACKED = {
-    "nothing": ([], ("no trees",)),
+    "nothing": ([], ("trees is empty",)),
     "another key": ([{"a": x}, {"b": x}], ("trees[1]['a'] is missing",)),
     "another container": ([[x], (x,)], ("trees[1]", "containers differ")),
     "another shape": ([{"a": x}, {"a": x}, {"a": y}], ("trees[2]['a']", "(3,)", "(2,)")),

@@ -249,12 +249,12 @@ def test_a_step_takes_a_list_of_sizes(seed, sizes):
 def test_sizes_that_are_not_those_of_the_batch_are_refused(form):
     step = made(form, microbatch_size=[2, 3])
     state = step.init(torch.ones(2))
-    with pytest.raises(ValueError, match="are 5 samples; the batch has 6"):
+    with pytest.raises(ValueError, match="adds up to 5 samples; the batch has 6"):
         step(state, torch.ones(6, 2), teacher(0), 1.0)
     for sizes in ([0, 6], [2.5], [-1, 7], [True]):
         with pytest.raises((TypeError, ValueError), match=r"microbatch_size\[0\] is"):
             pa.make_step(loss, pa.sgd(1.0), microbatch_size=sizes)
-    with pytest.raises(ValueError, match=r"size=\[2, 3\] are 5 samples"):
+    with pytest.raises(ValueError, match=r"size=\[2, 3\] adds up to 5 samples"):
         pa.microbatches(torch.ones(6), [2, 3])
     assert [len(x) for x in pa.microbatches(torch.ones(2), [0, 2, 0])] == [0, 2, 0]
     with pytest.raises(ValueError, match=r"size\[1\] is -1"):

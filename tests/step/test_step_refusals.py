@@ -94,7 +94,7 @@ def begun():
     for absent in ({}, {"buffers": None}, {"buffers": ()}):
         words = "buffers='sequential'", "missing", "step.init("
         yield partial(threading().init, PARAMS, **absent), ValueError, *words
-    words = "make_step was not told", "'freeze'", "'sequential'", "'pooled'"
+    words = "make_step does not know how", "'freeze'", "'sequential'", "'pooled'"
     yield partial(make().init, PARAMS, BUFFERS), ValueError, *words
     words = "buffers['count'] is a int", "tensor"
     yield partial(threading().init, PARAMS, {"count": 1}), TypeError, *words
@@ -116,7 +116,7 @@ def test_what_makes_no_step_and_no_state_is_refused(call, error, words):
 @pytest.mark.parametrize("field", pa.Policy._fields)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bf16", True, 16])
 def test_a_policy_holds_dtypes_from_its_construction_on(field, dtype):
-    words = f"Policy({field}={dtype!r})", "floating-point dtype or None"
+    words = f"policy.{field} is {dtype!r}", "floating-point dtype or None"
     with refused(TypeError, *words):
         pa.Policy(**{field: dtype})
     with refused(TypeError, *words):
@@ -154,7 +154,7 @@ def entries(step, window, state=None):
 KEYS = {"7": 7, "None": None, "0-d": torch.tensor(1), "of 3": torch.zeros(3, dtype=torch.int64)}
 NO_KEY = TypeError, ("state.key is ", "expected a key", "key(seed)")
 NO_BUFFERS = ValueError, ("buffers='sequential'", "missing")
-UNTOLD = ValueError, ("buffers came", "was not told")
+UNTOLD = ValueError, ("buffers were passed", "does not know how")
 
 
 def no_state(came):
@@ -162,7 +162,11 @@ def no_state(came):
 
 
 def scaling(word):
-    words = "state.loss_scale is ", f"made {word} a loss scale", "A state of another configuration?"
+    words = (
+        "state.loss_scale is ",
+        f"made {word} a loss scale",
+        "the state comes from another configuration",
+    )
     return ValueError, words
 
 
@@ -220,13 +224,13 @@ OPTIMIZERS = [
     (pa.from_torch(torch.optim.RMSprop), SGD, TypeError, "from_torch(RMSprop)", "TorchState"),
     (pa.adam(0.1, amsgrad=True), ADAM, ValueError, "max_exp_avg_sq['b'] is missing"),
 ]
-MADE_FROM = "belongs to the params that it was made from by init"
+MADE_FROM = "Pass a state that init made from these params"
 MODELS = [
     (optimizer, params, *words, MADE_FROM)
     for optimizer in (MOMENTUM, ADAM, pa.chain(pa.clip_by_global_norm(1.0), ADAM))
     for params, *words in (
-        (OTHER_PARAMS, "['w'] has shape (3,)", "params has (2,)"),
-        ({"w": torch.ones(2)}, "['b'] is missing", "(1 leaves came, 2 were expected)"),
+        (OTHER_PARAMS, "['w'] has shape (3,)", "expected (2,), as in params"),
+        ({"w": torch.ones(2)}, "['b'] is missing", "(leaves: got 1, expected 2)"),
     )
 ]
 
@@ -259,7 +263,7 @@ def test_the_state_of_another_model_is_refused(donate):
     wider = pa.functional(nn.Linear(3, 1))
     step = make(loss=lambda p, b: (fn.apply(p, (), b["x"])[0] ** 2).mean(), donate=donate)
     for other, *words in (
-        (wrapped, "params['0.weight'] is no parameter", "'weight'", "prefix '0.'"),
+        (wrapped, "params['0.weight'] is not a parameter", "'weight'", "prefix '0.'"),
         (wider, "params['weight'] has shape (1, 3)", "(1, 2)", "another model"),
     ):
         state = step.init(other.params)
@@ -270,7 +274,7 @@ def test_the_state_of_another_model_is_refused(donate):
 
 
 NORM = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
-OF_ANOTHER = "grads['w'] has shape (3,)", "(2,)", "belongs to the params"
+OF_ANOTHER = "grads['w'] has shape (3,)", "(2,)", "that init made from these params"
 # What a step is given in place of its own window, and what it says.
 WINDOWS = {
     "accumulator": (lambda w, step: w.accum, TypeError, "the window is a AccumState", "StepWindow"),
@@ -403,7 +407,7 @@ CALLS = {
     "0-d aux": aux(torch.tensor(1.0), "concat", "aux has shape ()", "'concat'", "'sum'"),
     "a number": aux({"a": 1.0}, "concat", "aux['a'] is a float", "aux_reduction"),
     "a word": aux({"a": "word"}, "sum", "aux['a'] is a str", "'last'", error=TypeError),
-    "no prefix": aux({"a": torch.ones(2)}, {"b": "sum"}, "is no prefix of the aux"),
+    "no prefix": aux({"a": torch.ones(2)}, {"b": "sum"}, "is not a prefix of the aux"),
     "aux that nobody announced": returning(with_rows, "a tuple of 2", "has_aux=True", whole=True),
     "no aux": returning(squares, "has_aux=True", "(loss, aux)", whole=True, **AUX),
     "aux of no rows": returning(
@@ -474,6 +478,6 @@ def test_an_autocast_cache_around_a_step_is_refused():
     window = step.begin(state)
     with torch.autocast("cpu", dtype=torch.bfloat16), unchanged(state, window):
         for call in entries(step, window)[:3]:
-            with saying(RuntimeError, "autocast for 'cpu' is open", "inside the loss function"):
+            with saying(RuntimeError, "autocast for 'cpu' is enabled", "inside the loss function"):
                 call(state)
     usable(step, state)

@@ -163,7 +163,7 @@ def test_a_schedule_in_python_numbers_says_so():
     function, _ = compiled(step)
     state, batch = step.init(make_params()), make_batch()
     assert step(state, batch)[1].applied
-    with pytest.raises(Exception, match="bake into the graph as a constant"):
+    with pytest.raises(Exception, match="make a constant of the graph"):
         function(state, batch)
 
 

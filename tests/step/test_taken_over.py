@@ -223,21 +223,21 @@ def said(state_dict, words, error=ValueError, optimizer=None, **options):
 RMSPROP = pa.from_torch(torch.optim.RMSprop, lr=0.5)
 NAMELESS, TWICE = a_run(named=False), [*NAMES[:3], NAMES[0]]
 REFUSED = {
-    "no names": said(NAMELESS, "made without the names"),
+    "no names": said(NAMELESS, "has no names for its parameters"),
     "too few names": said(NAMELESS, "names has 2 names, .* 4", names=NAMES[:2]),
     "a name twice": said(NAMELESS, "3 of them", names=TWICE),
     "of a wrapper": said(
         renamed([f"module.{name}" for name in NAMES]),
-        "'0.weight', and the optimizer has none of that name.*'module.'",
+        "'0.weight', but the optimizer has no such name.*'module.'",
     ),
     "momentum of none": said(
         a_run(torch.optim.SGD, momentum=0.5),
-        "of '0.weight' has momentum=0.5, and state.opt_state was made with momentum=0.0",
+        "of '0.weight' has momentum=0.5, but state.opt_state was made with momentum=0.0",
         optimizer=pa.sgd(0.5),
     ),
     "none of amsgrad": said(
         a_run(),
-        "of '0.weight' has amsgrad=False, and state.opt_state was made with amsgrad=True",
+        "of '0.weight' has amsgrad=False, but state.opt_state was made with amsgrad=True",
         optimizer=pa.adamw(0.5, amsgrad=True),
     ),
     "amsgrad of none": said(a_run(amsgrad=True), "has amsgrad=True, .* amsgrad=False"),
@@ -246,7 +246,7 @@ REFUSED = {
     ),
     "other shapes": said(
         renamed([NAMES[2], NAMES[1], NAMES[0], NAMES[3]]),
-        r"\(2, 4\) as 'exp_avg' for '0.weight', and .* a tensor of \(4, 3\)",
+        r"\(2, 4\) as 'exp_avg' for '0.weight'; expected a tensor of \(4, 3\)",
     ),
     "uneven steps": said(
         with_state(lambda kept: kept["step"].add_(2)),
@@ -255,12 +255,12 @@ REFUSED = {
     "two rates": said(of_two_rates(), "rate of 0.5 for '0.weight' and of 0.25"),
     "another class": said(
         a_run(torch.optim.Adagrad),
-        "of '0.weight' has no alpha, and state.opt_state was made with alpha=0.99",
+        "of '0.weight' has no alpha, but state.opt_state was made with alpha=0.99",
         optimizer=RMSPROP,
     ),
     "something else": said(
         with_state(lambda kept: kept.pop("square_avg"), torch.optim.RMSprop),
-        r"keeps \['step'\] for '2.bias', and state.opt_state \['square_avg', 'step'\]",
+        r"keeps \['step'\] for '2.bias'; expected \['square_avg', 'step'\]",
         optimizer=RMSPROP,
     ),
     "the optimizer itself": said(
@@ -367,7 +367,7 @@ def test_settings_are_compared_as_numbers(betas, decay):
     pa.import_state(state, optimizer=state_dict | {"param_groups": [group]})
     group |= {"weight_decay": decay + 0.5}
     with pytest.raises(
-        ValueError, match=r"has weight_decay=.*, and state\.opt_state\[1\] was made"
+        ValueError, match=r"has weight_decay=.*, but state\.opt_state\[1\] was made"
     ):
         pa.import_state(state, optimizer=state_dict | {"param_groups": [group]})
 
@@ -393,7 +393,7 @@ def saved(state):
 def test_only_what_init_returned_knows_its_settings(name):
     """A copy is refused: it may be a state of any settings."""
     state = state_of(pa.adamw(0.1))
-    with pytest.raises(ValueError, match=r"what step\.init returned"):
+    with pytest.raises(ValueError, match=r"the result of step\.init"):
         pa.import_state(COPIES[name](state), optimizer=a_step_of(torch.optim.AdamW))
     state = pa.tree_set(state, lr=0.25)
     assert pa.import_state(state, optimizer=a_step_of(torch.optim.AdamW)).applied == 1
@@ -427,7 +427,7 @@ def test_a_state_that_torch_does_not_have_is_refused(name):
 
 def test_a_state_needs_something_to_be_exported_into():
     state = state_of(pa.sgd(0.1))
-    with pytest.raises(ValueError, match="neither optimizer nor scaler came"):
+    with pytest.raises(ValueError, match="optimizer and scaler are both None"):
         pa.export_state(state)
     assert pa.import_state(state) is state
 
@@ -443,7 +443,7 @@ def test_the_settings_of_a_scaler_have_to_be_ours(key):
 
     import_into(pa.dynamic_loss_scale(min_scale=0.5, hysteresis=2, **settings))
     other = settings | {key: another(settings[key]) if key != "growth_interval" else 8}
-    words = f"GradScaler has {key}={settings[key]}, and state.loss_scale was made with {key}="
+    words = f"GradScaler has {key}={settings[key]}, but state.loss_scale was made with {key}="
     with pytest.raises(ValueError, match=re.escape(words)):
         import_into(pa.dynamic_loss_scale(**other))
     with pytest.raises(ValueError, match="made with no backoff_factor"):
@@ -455,13 +455,13 @@ def test_steps_of_what_is_frozen_here_are_refused():
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
     theirs_on(model, optimizer, batches(0, 1))
     state = pa.make_step(loss, pa.adamw(0.5)).init(FN.params)
-    with pytest.raises(ValueError, match=r"it has steps of '0\.bias', and state\.params"):
+    with pytest.raises(ValueError, match=r"torch has steps of '0\.bias', but state\.params"):
         pa.import_state(state, optimizer=optimizer.state_dict())
 
 
 def test_a_scaler_wants_a_loss_scale():
     scaled = pa.make_step(loss, pa.sgd(0.5), loss_scale=pa.dynamic_loss_scale())
-    with pytest.raises(ValueError, match="the state has no loss scale"):
+    with pytest.raises(ValueError, match="this state has none"):
         pa.import_state(pa.make_step(loss, pa.sgd(0.5)).init(FN.params), scaler={"scale": 1.0})
     for scaler in ({}, {"scale": 1.0}, 3):
         with pytest.raises(TypeError, match="_growth_tracker"):
@@ -474,5 +474,7 @@ def test_several_labels_that_keep_nothing_by_name_are_refused():
     parts = {"a": pa.sgd(0.5), "b": pa.sgd(0.25)}
     optimizer = pa.partition(parts, lambda path: "a" if path.endswith("weight") else "b")
     state = pa.make_step(loss, optimizer).init(FN.params)
-    with pytest.raises(ValueError, match=r"state.opt_state has 'a', 'b', which keep nothing"):
+    with pytest.raises(
+        ValueError, match=r"state.opt_state has the labels 'a', 'b', whose states keep no names"
+    ):
         pa.import_state(state, optimizer=a_run(torch.optim.SGD))

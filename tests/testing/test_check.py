@@ -209,7 +209,7 @@ def to_csr(x):
         return x.to_sparse_csr()
 
 
-NO_GRADIENT, SPLITS = "A loop returns the gradient", [[[4, 5]], [[8, 0]], [[]], [[8]], [], [4, 4]]
+NO_GRADIENT, SPLITS = "Return the gradient", [[[4, 5]], [[8, 0]], [[]], [[8]], [], [4, 4]]
 REFUSED = [  # in place of the arguments of a loss that fits
     (TypeError, "loss_fn is of type int", {"loss_fn": 3}),
     (TypeError, "params", {"params": torch.ones(3, dtype=torch.int64)}),
@@ -220,10 +220,10 @@ REFUSED = [  # in place of the arguments of a loss that fits
     (ValueError, "reduction", {"reduction": "median"}),
     (ValueError, "reference", {"reference": "median"}),
     *((ValueError, "splits", {"splits": splits}) for splits in [*SPLITS, "8", 2.5, 0, True]),
-    (ValueError, r"'masks', .* no tensor.*batch\['mask'\]", {"batch": MASK, "weights": "masks"}),
+    (ValueError, r"'masks', .* not a tensor.*batch\['mask'\]", {"batch": MASK, "weights": "masks"}),
     (KeyError, "mine", {"loss_fn": raises}),
     (ValueError, "nothing to compare", {"loss_fn": lambda w, x: (x @ w).log().mean()}),
-    (ValueError, "nan in float64, its gradient finite", {"loss_fn": weightless}),
+    (ValueError, "nan in float64, and its gradient is finite", {"loss_fn": weightless}),
     (ValueError, "does not depend on params", {"loss_fn": lambda w, x: squares(w, x).detach()}),
     (ValueError, r"functional_call\(module, params", {"loss_fn": lambda w, x: NET(x).sum()}),
     (TypeError, "has_aux", {"loss_fn": lambda w, x: (squares(w, x), {"rows": len(x)})}),

@@ -74,7 +74,7 @@ def test_what_was_given_and_what_is_held_are_told_apart():
         return squares(linear(params, x.mul_(2)))
 
     given, kept, *_ = diagnoses_of(loss)
-    assert "changes batch, which it was given" in given.says
+    assert "changes its argument batch in place" in given.says
     assert "writes to held, which it holds" in kept.says
 
 

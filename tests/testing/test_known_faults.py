@@ -286,7 +286,7 @@ def test_dropout_is_named():
             (right, MODEL, FULL),
             {"optimizer": torch.optim.SGD(MODEL.parameters(), lr=1.0)},
             TypeError,
-            "optimizer is of type SGD; expected a function that makes one",
+            "optimizer is of type SGD; expected a function that makes a new one",
         ),
         ((right, MODEL, FULL), {"max_norm": 0}, ValueError, "max_norm is 0"),
         ((right, nn.Tanh(), FULL), {}, ValueError, "no parameter that requires a gradient"),

@@ -46,14 +46,14 @@ def _told(flag: torch.Tensor) -> bool:
 
 def _refuse_to_look() -> bool:
     raise RuntimeError(
-        "nonfinite='raise' has to look at the numbers, which cannot be done inside of "
-        "torch.compile or make_fx; use 'skip' or 'propagate' there, and look afterwards."
+        "nonfinite='raise' has to look at the numbers, which is impossible inside torch.compile "
+        "or make_fx. Use 'skip' or 'propagate' there, and look afterwards."
     )
 
 
 def _sentence(what: list[str]) -> str:
     return (
-        f"{', '.join(what)}: inf or NaN, and nonfinite='raise' was asked for. Likely causes: a "
-        "learning rate too high, fp16 overflow without a loss scale, log or division at zero, a "
-        "mean over a microbatch in which all is masked (return Weighted instead)."
+        f"{', '.join(what)}: inf or NaN, and nonfinite='raise' is set. Likely causes: a learning "
+        "rate that is too high, fp16 overflow without a loss scale, a log or division at zero, or "
+        "a mean over a microbatch in which everything is masked (return Weighted instead)."
     )

@@ -22,14 +22,15 @@ def squares(seams: Seams, window: Window) -> Seams:
         weighing, entry = seams.term(*given)
         if isinstance(entry.terms, Tensor):
             raise ValueError(
-                "squares=True (noise=True of a step) came with a sum of Weighted: the noise of a "
-                "gradient is that of one mean. Measure it of one term."
+                "squares=True (noise=True of a step) does not work with a sum of Weighted, "
+                "because the noise of a gradient is that of one mean. Measure the noise of one "
+                "term."
             )
         if window.rule.reduction == "sum" and not entry.weighted:
             raise ValueError(
-                "squares=True (noise=True of a step) came with reduction='sum': the noise of a "
-                "gradient is that of a mean, and a plain sum does not say over what. Use "
-                "reduction='mean', or return Weighted."
+                "squares=True (noise=True of a step) does not work with reduction='sum', because "
+                "the noise of a gradient is that of a mean, and a plain sum does not tell over "
+                "what. Use reduction='mean', or return Weighted."
             )
         return weighing, entry
 

@@ -142,7 +142,7 @@ def _of_terms(count: int, loss_fn: Any, raise_on_mismatch: bool, **given: Any) -
         try:
             found.append(check_accumulation(one, raise_on_mismatch=False, **given))
         except Exception as error:
-            error.add_note(f"(That is of term {i} of the loss, a sum of {count} Weighted.)")
+            error.add_note(f"pureaccum: this is term {i} of the loss, a sum of {count} Weighted.")
             raise
         if not found[-1].fits:
             said = [x._replace(says=f"in term {i}, {x.says}") for x in found[-1].diagnoses]
@@ -217,8 +217,8 @@ def need_two(rows: int) -> None:
     """Raise where there are too few samples to cut."""
     if rows < 2:
         raise ValueError(
-            f"batch has {rows} sample{'s' * (rows != 1)}; expected at least two, since one cannot "
-            "be cut."
+            f"batch has {rows} sample{'s' * (rows != 1)}; expected at least two, because one "
+            "cannot be split."
         )
 
 
@@ -228,15 +228,15 @@ def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Split]:
         return ways(rows, splits, random)
     if not isinstance(splits, Sequence) or isinstance(splits, str) or not splits:
         raise ValueError(
-            f"splits is {splits!r}; expected how many random splits to try, or the splits "
+            f"splits is {splits!r}; expected a number of random splits to try, or the splits "
             "themselves: [[4, 4], [7, 1]]."
         )
     for sizes in splits:  # pyright: ignore[reportUnknownVariableType]
         whole = isinstance(sizes, Sequence) and all(isinstance(size, int) for size in sizes)
         if not whole or len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != rows:
             raise ValueError(
-                f"splits holds {sizes!r}; expected sizes of at least two microbatches, whose sum "
-                f"is {rows}, the samples of the batch."
+                f"splits holds {sizes!r}; expected sizes of at least two microbatches that add up "
+                f"to {rows}, the samples of the batch."
             )
     return [split_at(tuple(range(rows)), itertools.accumulate(sizes)) for sizes in splits]
 
@@ -248,7 +248,7 @@ def find_leaf(batch: batches.Batch, name: str) -> int:
     found = [i for i, path in enumerate(names) if path in endings]
     if not found or not isinstance(batch.leaves[found[0]], Tensor):
         raise ValueError(
-            f"weights is {name!r}, which is no tensor of the batch; expected one of "
+            f"weights is {name!r}, which is not a tensor of the batch; expected one of "
             f"{', '.join(names)}."
         )
     return found[0]
@@ -348,9 +348,9 @@ def _comparable_trial(
     full: list[Tensor] = trial.whole(subject.everything())
     if not trees.all_finite(full):
         raise ValueError(
-            f"the loss of the whole batch is {float(full[0]):g} in {reference}, its gradient "
-            f"{'' if trees.all_finite(full[1:]) else 'not '}finite: there is nothing to compare "
-            "with."
+            f"the loss of the whole batch is {float(full[0]):g} in {reference}, and its gradient "
+            f"is {'' if trees.all_finite(full[1:]) else 'not '}finite, so there is nothing to "
+            "compare with."
         )
     return trial
 
@@ -372,9 +372,9 @@ def _cause_of_loop(
         return cause
     if reference == "float64" and trials.is_rounding(found.native):
         raise ValueError(
-            f"the loop computes in {trials.name_of(case.seen.dtype)} whatever it is given (with a "
-            "module's own parameters?), and is as near to float64 as that can be; pass "
-            "reference='native' to compare it in its own dtype."
+            f"the loop computes in {trials.name_of(case.seen.dtype)} whatever it gets, and is as "
+            "near to float64 as that can be. Likely cause: it uses a module's own parameters. To "
+            "compare it in its own dtype, pass reference='native'."
         )
     return trials.raises(found.trials[0], case.splits) or diagnosis.UNKNOWN
 
@@ -387,8 +387,8 @@ def _advising(reference: Reference) -> Generator[None]:
     except Exception as error:
         if reference == "float64":
             error.add_note(
-                "pureaccum: the loss runs in its own dtypes, but not in float64, in which "
-                "gradients are compared. Does it checkpoint, keep something in its own dtype, or "
-                "insist on one? Switch that off for the check, or pass reference='native'."
+                "pureaccum: the loss runs in its own dtypes, but not in float64, in which the "
+                "check compares gradients. Likely cause: it checkpoints, or keeps or needs its "
+                "own dtype. Switch that off for the check, or pass reference='native'."
             )
         raise

@@ -207,7 +207,7 @@ def _what(error: BaseException) -> str:
     says = error.msg if isinstance(error, SyntaxError) else str(error)
     hints = [_first_line(note) for note in getattr(error, "__notes__", ())]
     if isinstance(error, SystemExit):
-        hints.append('what is meant for scripts only goes under if __name__ == "__main__"')
+        hints.append('code for scripts only goes under if __name__ == "__main__"')
     elif isinstance(error, ImportError) and "relative import" in says:
         hints.append("give the target as package.module:name")
     line = ": ".join(filter(None, (type(error).__name__, _first_line(says))))

@@ -98,16 +98,16 @@ def _state(case: Case) -> Iterator[report.Diagnosis]:
     if given := _listed([w.name for w in written if w.given]):
         yield report.Diagnosis(
             "state",
-            f"the loss changes {given}, which it was given, in place: microbatches are views, so "
-            "the caller's batch changes with them.",
+            f"the loss changes its argument {given} in place: microbatches are views, so the "
+            "caller's batch changes with them.",
             "x = x.clone()  # or the operation without its underscore: x.mul(2) for x.mul_(2)",
         )
     if held:
         by_module = all(w.by.module for w in held)
         yield report.Diagnosis(
             "state",
-            f"the loss writes to {_listed([w.name for w in held])}, which it holds: once for every "
-            "microbatch, in place of once for the batch.",
+            f"the loss writes to {_listed([w.name for w in held])}, which it holds: once for "
+            "every microbatch, instead of once for the batch.",
             "out, new_buffers = pa.functional(module).apply(params, buffers, x)  # in and out: "
             "make_step(..., buffers=...)"
             if by_module

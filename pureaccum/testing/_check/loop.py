@@ -47,17 +47,19 @@ def run_loop(
     with subject.running(seed):
         grads = loop(subject.loss_fn, params, microbatches)
     (came, spec), (like, like_spec) = trees.flatten(grads), trees.flatten(params)
-    cause = "A loop returns the gradient of the whole batch, a tree like params."
-    checks.check_same_structure(like_spec, spec, "params", "what the loop returned", cause)
+    cause = "Return the gradient of the whole batch from the loop, a tree like params."
+    checks.check_same_structure(like_spec, spec, "params", "the result of the loop", cause)
     for path, x, y in zip(trees.paths(spec, "grads"), came, like, strict=True):
         if not isinstance(x, Tensor) or x.shape != y.shape:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"the loop returned {shape} for {path} of {tuple(y.shape)}. {cause}")
+            raise ValueError(
+                f"the loop returned {shape} for {path}; expected {tuple(y.shape)}. {cause}"
+            )
         if x.dtype.itemsize < y.dtype.itemsize:
             raise TypeError(
-                f"the loop returned {path} as {x.dtype} where params are {y.dtype}: it computes in "
-                "a dtype of its own, as with a module's own parameters, so it cannot be compared "
-                "in this one. Pass reference='native'."
+                f"the loop returned {path} as {x.dtype}; expected {y.dtype}, as in params. Likely "
+                "cause: it computes with a module's own parameters, so it cannot be compared in "
+                "this dtype. Pass reference='native'."
             )
     return [x.detach() for x in came]
 
@@ -197,8 +199,8 @@ def _sums_divided(k: int) -> report.Diagnosis:
 def _factor(ratio: float) -> report.Diagnosis:
     return report.Diagnosis(
         "factor",
-        f"every microbatch counts {ratio:.6g} times as much as it should: is a scale not undone, a "
-        "division done twice, a gradient clipped?",
+        f"every microbatch counts {ratio:.6g} times as much as it should. Likely cause: a scale "
+        "that is not undone, a division that is done twice, or a clipped gradient.",
         f"grads = grads / {ratio:.6g}",
     )
 

@@ -201,8 +201,8 @@ def _lost(pairs: list[Pair]) -> Diagnosis | None:
         return None
     return Diagnosis(
         "weight",
-        "some samples have a weight of zero and a loss all the same: a microbatch of nothing but "
-        "these adds nothing, whatever its total.",
+        "some samples have a weight of zero, but a loss: a microbatch of only such samples adds "
+        "nothing, whatever its total.",
         "return pa.Weighted((per_row * weight).sum(), weight.sum())  # no weight, no loss",
     )
 
@@ -218,8 +218,8 @@ def _coupled(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis:
         what = f"two microbatches have losses of {one:.6g} and {two:.6g}, both together {both:.6g},"
     return Diagnosis(
         "batch coupling",
-        f"what a sample adds depends on the other samples: {what} neither their sum nor a mean."
-        + (" It depends on the order of the samples, too." if moved else ""),
+        f"the contribution of a sample depends on the other samples: {what} neither their sum nor "
+        "a mean." + (" It depends on the order of the samples, too." if moved else ""),
         "z = pa.microbatch(encode, microbatch_size=...)(params, batch), and the loss of all "
         "samples in plain code; or pa.microbatch(counts, microbatch_size=..., reduce='sum'), and "
         "then a function of the sums",

@@ -107,15 +107,15 @@ def _read(
         isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)
     ):
         raise TypeError(
-            f"optimizer is of type {type(optimizer).__name__}; expected a function that makes one, "
-            "anew for each call: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
+            f"optimizer is of type {type(optimizer).__name__}; expected a function that makes a "
+            "new one for each call: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
         )
     if max_norm is not None:
         max_norm = checks.check_number(
             max_norm, "max_norm", "a number above zero", lambda it: it > 0
         )
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("model has no parameter that requires a gradient: nothing would move.")
+        raise ValueError("model has no parameter that requires a gradient, so nothing would move.")
     flat = batches.read_batch(batch)
     check.need_two(batches.rows_to_cut(flat, one_by_one=True))
     subject = Subject(loss_fn=loop, params={}, batch=flat, seeds=itertools.repeat(0))
@@ -195,15 +195,18 @@ class _Examination:
     def check_moved(self, full: list[Tensor]) -> None:
         if not self.steps:
             raise ValueError(
-                "the loop never called optimizer.step() of the optimizer that it was given, so "
-                "there is nothing to compare. Does it use another one?"
+                "the loop never called optimizer.step() of the optimizer that it got, so there is "
+                "nothing to compare. Likely cause: it uses another one."
             )
         if not trees.all_finite(full):
-            raise ValueError("over the whole batch the parameters become inf or NaN in float64.")
+            raise ValueError(
+                "the parameters become inf or NaN in float64 over the whole batch, so there is "
+                "nothing to compare with."
+            )
         if not any(bool(x.any()) for x in full):
             raise ValueError(
-                "over the whole batch no parameter moves. Does the loop train another model than "
-                "the one that it is given, or zero the gradients before the step?"
+                "no parameter moves over the whole batch. Likely cause: the loop trains another "
+                "model than the one that it gets, or zeroes the gradients before the step."
             )
 
     def unclipped(self) -> Diagnosis | None:
@@ -211,8 +214,8 @@ class _Examination:
             return None
         return Diagnosis(
             "clips nothing",
-            f"gradients of norm {self.norm:.4g} reach the optimizer, and the loop is to clip them "
-            f"to {self.max_norm:g}: what is clipped is not what is stepped with.",
+            f"gradients of norm {self.norm:.4g} reach the optimizer, but max_norm is "
+            f"{self.max_norm:g}: the loop clips other gradients than those that it steps with.",
             "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # parameters, after the "
             "last backward (and scaler.unscale_), before the step",
         )
@@ -294,13 +297,13 @@ _BY_ROWS = Diagnosis(
 )
 _CHANGED = Diagnosis(
     "changed one by one",
-    "the gradient of each microbatch is changed by itself (clipped, projected, compressed), and "
-    "the sum of that is not what the sum of them would become.",
+    "the loop changes the gradient of each microbatch separately (clips, projects or compresses "
+    "it), which differs from changing their sum once.",
     "total += grad  # over all microbatches; and then, once, what is done to it",
 )
 _OPTIMIZER = Diagnosis(
     "optimizer statistics",
-    "the gradients that reach the optimizer are right, and its step is not: it is given squares, "
+    "the gradients that reach the optimizer are right, but its step is not: it gets squares, "
     "norms or projections of microbatches, whose sum is not that of the whole gradient's.",
     "exp_avg_sq += grad**2  # of the sum over all microbatches, once",
 )

@@ -176,9 +176,9 @@ class _Watching(TorchFunctionMode):
         """Raise where no gradient leads to params."""
         if not self.totals[0][2] and not any(g.any() for g in trees.tree_leaves(state.grads)):
             raise ValueError(
-                "the loss does not depend on params: no gradient leads to them. Was it detached "
-                "(detach, item, float, no_grad), or did it use a module's own parameters? "
-                "torch.func.functional_call(module, params, (x,)) uses these."
+                "the loss does not depend on params, so no gradient leads to them. Likely cause: "
+                "it is detached (detach, item, float, no_grad), or it uses a module's own "
+                "parameters. Use torch.func.functional_call(module, params, (x,))."
             )
 
     def loss(self, params: Any, part: Any) -> Any:

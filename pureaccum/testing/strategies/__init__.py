@@ -17,7 +17,7 @@ try:
     import hypothesis as _  # noqa: F401
 except ModuleNotFoundError:
     raise ModuleNotFoundError(
-        "pureaccum.testing.strategies needs hypothesis: pip install 'pureaccum[testing]'"
+        "pureaccum.testing.strategies needs hypothesis: pip install 'pureaccum[testing]'."
     ) from None
 
 from .data import batches as batches

@@ -116,7 +116,9 @@ def exact_trees(
     most = int(2 / torch.finfo(dtype).eps)  # the dtype has all integers up to this one
     terms = copies if terms is None else terms
     if not 1 <= terms <= most:
-        raise ValueError(f"terms is {terms}; expected 1 to {most}, the integers that {dtype} has.")
+        raise ValueError(
+            f"terms is {terms}; expected 1 to {most}, the integers that {dtype} can hold."
+        )
     return _exact_trees(copies, most // terms, dtype)
 
 

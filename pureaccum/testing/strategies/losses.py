@@ -132,7 +132,9 @@ def losses(samples: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
         >>> test()
     """
     if samples < 1:
-        raise ValueError(f"samples is {samples}; expected at least one, or there is no mean.")
+        raise ValueError(
+            f"samples is {samples}; expected at least one, because no samples have no mean."
+        )
     return _losses(samples, sparse)
 
 
