@@ -137,6 +137,8 @@ class Inquiry:
             computed = whole[1] == rows and not self.draws  # the whole, by the call itself
             found, out = asked.sums(parts if computed else [whole, *parts]), None
             if found is None:
+                if rows == 1:
+                    asked.refuse_uncut()
                 continue  # a part raises: perhaps others do not
             if computed:
                 out = loss(*args)
@@ -186,6 +188,7 @@ class Asked:
         self.loss, self.question, self.before, self.draws = loss, question, before, draws
         self.leaves = [functorch.innermost(x) if isinstance(x, Tensor) else x for x in leaves]
         self.dtype, self.weighted = torch.float64, False  # the narrowest that it has returned
+        self.failure: Exception | None = None  # of the last run
         tensors = (x for x in question.batch.leaves if isinstance(x, Tensor))
         # what draws, as it stands now
         self.put_back = observation.random_states(x.device for x in tensors)
@@ -213,11 +216,24 @@ class Asked:
                 with mode or nullcontext():
                     found = self.amounts(leaves, carried, parts, pieces)
             return None if undo.reached else found
-        except Exception as error:  # it holds what was computed
+        except Exception as error:
+            self.failure = error.with_traceback(None)  # which holds what was computed
             takes_gradient = not records and losses.NO_GRAPH in str(error)
         if not takes_gradient:
             return None
         return self.sums(pieces, dtype, mode, records=True, nudged=nudged)
+
+    def refuse_uncut(self) -> None:
+        """Raise where a loss takes one sample, but not two, beside an argument of all samples.
+
+        One sample broadcasts against targets that are not cut, which is no error of torch's.
+        """
+        samples, advice = getattr(self.failure, losses.UNCUT, (None, ""))
+        if samples is not None and samples == self.question.batch.rows:
+            raise ValueError(
+                f"the loss accepts a microbatch of one sample, but not two samples: {advice} "
+                "check=False skips this check."
+            ) from self.failure
 
     def amounts(
         self, leaves: Any, carried: Any, parts: list[Any], pieces: Sequence[Piece]

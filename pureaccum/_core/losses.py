@@ -213,6 +213,9 @@ def advising(func: Callable[..., Any], *batches: int | str, wrt: tuple[int, ...]
     return called
 
 
+UNCUT = "pureaccum_uncut"  # of an error: the samples of an argument that is not cut, and advice
+
+
 def advise_on_arguments(
     error: Exception, args: Any, kwargs: Any, batches: Any = (1,), wrt: tuple[int, ...] = (0,)
 ) -> None:
@@ -225,11 +228,12 @@ def advise_on_arguments(
             by_name = any(isinstance(j, str) for j in (*batches, i))
             named = "name it in batch_argnums, or in batch_argnames of microbatch"
             way_out = named if by_name else f"pass batch_argnums={(*batches, i)}"
-            refusals.add_once(
-                error,
+            advice = (
                 f"argument {i!r} has {max(more)} samples, and every microbatch gets all of them. "
-                f"If they belong to the batch, {way_out}. For a step, put them into the batch.",
+                f"If they belong to the batch, {way_out}. For a step, put them into the batch."
             )
+            refusals.add_once(error, advice)
+            setattr(error, UNCUT, (max(more), advice))  # see coupling.py
     if NO_GRAPH in str(error):
         refusals.add_once(
             error,
