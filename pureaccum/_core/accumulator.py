@@ -265,7 +265,7 @@ def not_followed(method: Callable[..., Any]) -> Callable[..., Any]:
     """A function of an accumulator, whose results raise where ``.backward()`` reaches them."""
     return history.refusing_backward(
         method,
-        "the sums of an accumulator",
+        "the state of an accumulator",
         "Use grad or grad_and_value of a whole batch, which .backward() can follow, or torch.func "
         "transforms, which follow an accumulator too. For a constant, use x.detach().",
     )

@@ -247,7 +247,7 @@ def test_a_stream_raises_when_a_gradient_is_asked(which, donate):
     assert torch.equal(grads, grad(mean)(W, X, C))
     merged = acc.merge(state, acc.update(acc.init(W), W, X))
     for out in (grads.sum(), value, state.total, merged.total, acc.finalize(merged)[1]):
-        with saying(RuntimeError, "the sums of an accumulator", "no graph is kept", "x.detach()"):
+        with saying(RuntimeError, "the state of an accumulator", "no graph is kept", "x.detach()"):
             (out + out.detach()).backward()
 
 

@@ -1,7 +1,7 @@
 """What torch has wrong in silence; each fails when torch is mended, and a page can forget it.
 
 A function of torch stands beside one by hand, of which torch differentiates each operation right.
-The page is gotchas.md, "What torch itself has wrong".
+The page is gotchas.md, "Bugs in torch".
 """
 
 from collections.abc import Callable

@@ -61,8 +61,8 @@ class Refused(NamedTuple):
 NO_MEANING, WAITS, TORCH = "no meaning", "it would wait", "torch cannot"
 _AUTO = Refused(
     NO_MEANING,
-    "a size is right or wrong for a whole call; inside of a transform nobody knows yet what the "
-    "transform around it will hold",
+    "the size is chosen for a whole call, and inside a transform the memory that the outer "
+    "transform will need is not known yet",
     "a smaller size does not free their memory",
 )
 _FROM_TORCH = Refused(
@@ -75,40 +75,40 @@ _DTENSORS = Refused(
 )
 _BATCH_NORM = Refused(
     TORCH,
-    "DTensors have no rule for a batch norm; plain tensors and `group=` do it over ranks",
+    "DTensors have no rule for batch norm; use plain tensors and `group=`",
     "batch.norm",
 )
 REFUSED = {
     ("inside", "batch norm"): Refused(
         NO_MEANING,
-        "it is a cut around a cut: a BatchNorm that is given some samples has not the moments of "
-        "all",
+        "the inner function splits the batch already; if it is split outside too, BatchNorm sees "
+        "only a part of it",
         "splits the batch too",
     ),
     ("inside", "buffers"): Refused(
         NO_MEANING,
-        "a step pools what its own microbatches did; those of a function inside come out by a "
-        "reduction of that function",
+        "a step pools the buffers of its own microbatches; those of a function inside are outputs "
+        "of that function, reduced by its `reduce=`",
         "that are not in new_buffers",
     ),
     ("batch norm", "stream"): Refused(
         NO_MEANING,
-        "a BatchNorm that is given one microbatch of a stream has not the moments of all",
+        "one microbatch of a stream does not have the statistics of the whole batch",
         "does not add up",
     ),
     ("noise", "terms"): Refused(
         NO_MEANING,
-        "the noise of a gradient is that of one mean, and a sum of means is none",
+        "gradient noise is defined for one mean, not for a sum of means",
         "is that of one mean",
     ),
-    ("skip", "raise"): Refused(NO_MEANING, "one option has one value", "cannot be"),
+    ("skip", "raise"): Refused(NO_MEANING, "both are values of one option", "cannot be"),
     ("group", "dtensors"): Refused(
         NO_MEANING,
-        "`group` adds up what every rank holds whole; DTensors are added up over their mesh",
+        "`group` adds up tensors that every rank holds whole; DTensors add up over their mesh",
         "Omit group",
     ),
     ("compile", "raise"): Refused(
-        WAITS, "a graph does not stop to look at a number", "which a graph cannot"
+        WAITS, "a compiled graph does not stop to read a number", "which a graph cannot"
     ),
     **{(a, b): _AUTO for a in ("auto", "budget") for b in ("vmap", "grad")},
     **{("from_torch", b): _FROM_TORCH for b in ("vmap", "grad")},
@@ -116,8 +116,7 @@ REFUSED = {
     **{(a, "dtensors"): _BATCH_NORM for a in ("batch norm", "buffers")},
     ("budget", "dtensors"): Refused(
         WAITS,
-        "bytes are counted in a run that is dropped, and a run with DTensors talks to other ranks, "
-        "which would have to agree to count",
+        "a trial run counts the bytes, and with DTensors all ranks would have to take part in it",
         "cannot be counted ahead",
     ),
 }
