@@ -99,7 +99,8 @@ def refuse_captured(known: writes.Known, outs: Sequence[Any], leaves: Sequence[T
                 "that requires grad. Derivatives of a step follow its state, its batch and its "
                 "shared arguments, and treat the parameters of other modules as constants. Pass "
                 "the tensor as a shared argument: step(state, batch, tensor). For a constant, "
-                "capture tensor.detach()."
+                "capture tensor.detach(). If the loss makes the tensor, as for a gradient penalty, "
+                "use torch.func.grad inside the loss."
             )
 
 
