@@ -34,7 +34,7 @@ weights
     are counted in float64.
 terms
     A sum of `Weighted` terms is a sum of means over the whole batch, each over its own weight.
-    If those weights were counted wrongly, the result is NaN.
+    If a term's weight was counted wrongly, the result is NaN.
 skip
     `nonfinite="skip"` leaves out a microbatch together with its weight, and counts it.
 coupled
@@ -42,8 +42,8 @@ coupled
     gradient and its running statistics.
 torch.func
     Without a `microbatch_size`, `pa.grad` is `torch.func.grad`: same conventions, same
-    structures, same bits. The exception is a few operations, such as silu and GroupNorm, that
-    torch differentiates by another formula there.
+    structures, same bits. The bits differ for a few operations, such as silu and GroupNorm,
+    which torch.func differentiates by another formula.
 engines
     All engines and a hand-written `.backward()` loop give the same bits.
 keys
@@ -53,15 +53,15 @@ keys
 ## Derivatives
 closure
     Derivatives of a microbatched function are microbatched functions. They need the memory of
-    one microbatch under every nest of transforms. Tensors that the function captures get their
+    one microbatch under any nesting of transforms. Tensors that the function captures get their
     derivatives too.
 
 ## Nothing else changes
 purity
     No call changes an argument, a module, a mode or a generator, even when it raises.
 writes
-    A loss that writes to its arguments, or to tensors that it captures, raises: before the
-    write where that is possible.
+    A loss that writes to its arguments, or to tensors that it captures, raises, before the
+    write if possible.
 threads
     Threads do not affect each other.
 frozen
@@ -76,12 +76,11 @@ applied
 loss scale
     The loss scale follows `GradScaler`, and its state is complete before the first step.
 optimizers
-    Optimizers give the bits of torch's.
+    Optimizers give the same bits as torch's.
 compiled
     A compiled step gives the numbers of the eager step, and raises on what it cannot compile.
 together
-    Any two features of a step work together, or a [table](together.md) gives the reason why
-    not.
+    Any two features of a step work together, or a [table](together.md) says why not.
 
 ## Cost
 one buffer
@@ -89,7 +88,8 @@ one buffer
     step takes.
 launches
     A step does not synchronise with the device, apart from the check of the loss at calls 1, 2,
-    4, 8, … and options that say so. Python calls and kernel launches have ceilings.
+    4, 8, … and options whose documentation says so. Python calls and kernel launches stay below
+    fixed limits.
 
 ## Samples, curvature and ranks
 samples
@@ -103,18 +103,18 @@ ranks
 
 ## Files, errors and checks
 disk
-    `pa.load` returns what `pa.save` wrote, bit for bit, or raises, whichever process was
-    killed meanwhile and however the file was damaged.
+    `pa.load` returns what `pa.save` wrote, bit for bit, or raises, even if a process was killed
+    while saving or the file was damaged.
 errors
-    Bad input raises before any work, names the leaf, and loses nothing.
+    Bad input raises before any work. The error names the leaf, and no state is lost.
 check
     `check_accumulation` finds the losses that must not be split, names the cause, and raises
     no false alarm.
 
 ## The project itself
 pages
-    Every code block of README and guide runs and prints what the page shows. Every public name
-    has an example.
+    Every code block of the README and the guide runs and prints what the page shows. Every
+    public name has an example.
 mutants
     Tests can fail: each planted fault makes the test named for it fail.
 private
