@@ -60,8 +60,8 @@ closure
 purity
     No call changes an argument, a module, a mode or a generator, even when it raises.
 writes
-    A loss that writes to its arguments, or to tensors that it captures, raises, before the
-    write if possible.
+    A loss that writes to its arguments, or to tensors that it captures, raises, if possible
+    before the write.
 threads
     Threads do not affect each other.
 frozen
