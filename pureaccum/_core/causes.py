@@ -6,7 +6,7 @@ compared with others). How its values for subsets of samples add up reveals othe
 
 import inspect
 from collections.abc import Sequence
-from math import nan
+from math import isfinite, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ CAUSES = {
             "mean of means",
             "it is a mean over weights, targets or tokens, and samples have different numbers of "
             "them",
-            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and its count",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and its count\n"
+            "    # If the count depends on params, divide two sums of pa.microbatch instead.",
         ),
         Cause(
             "weight",
@@ -131,18 +132,20 @@ def coupled_error(
     shares = [
         d / max(*map(abs, each), 1e-300) for d, each in zip(sums.missing(), sums, strict=True)
     ]
+    percent = 100 * max(shares)
+    apart = f", {percent:.2g} % apart" if isfinite(percent) else ""
     told = [f"{x:.6g}" for x in (whole, *parts)]
     if kind == "weight":
         told = [f"{total:.6g} / {weight:.6g}" for total, weight in pairs]
     return CoupledLossError(
         f"the loss does not add up over samples: it is {told[0]} for {rows[0]} samples, and "
-        f"{told[1]} and {told[2]} for two parts of them ({rows[1]} and {rows[2]} samples), "
-        f"{100 * max(shares):.2g} % apart. So microbatches do not give the gradient of the full "
-        f"batch. Likely cause ({kind}{where and f', in {where}'}): {says}. Use:\n\n    "
-        f"{way}\n\ncheck=False adds up microbatches anyway, as a hand-written loop does.",
+        f"{told[1]} and {told[2]} for two parts of them ({rows[1]} and {rows[2]} samples){apart}. "
+        "So microbatches do not give the gradient of the full batch. Likely cause "
+        f"({kind}{where and f', in {where}'}): {says}. Use:\n\n    {way}\n\n"
+        "check=False adds up microbatches anyway, as a hand-written loop does.",
         whole=whole,
         parts=tuple(parts),
-        percent=100 * max(shares),
+        percent=percent,
         kind=kind,
         where=where,
         way=way,
