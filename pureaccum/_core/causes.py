@@ -176,6 +176,8 @@ def _kind_of_sum(asked: Any, piece: Any) -> str:
     sizes, totals = _thirds(asked, piece)
     if totals is None:
         return "several means"
+    if any(x != x for x in totals):
+        return "mean of means"  # 0 / 0: nothing in a part counts
     is_mean, (m, n, o, *_) = asked.question.kind[1] == "mean", sizes
     pairs = zip(totals, sizes, strict=True)
     a, b, c, ab, bc, abc = (x / rows if is_mean else x for x, rows in pairs)

@@ -274,3 +274,13 @@ def test_what_is_refused_is_far_off(name):
     want = torch.func.grad(case.loss)(dict(case.params), BATCH)
     miss = pa.global_norm({k: got[k] - want[k] for k in want}) / pa.global_norm(want)
     assert miss > 0.02
+
+
+def test_a_part_in_which_nothing_counts_is_a_mean_of_means():
+    """Its mean is 0 / 0, so nothing is said of a percentage."""
+    batch = BATCH | {"mask": (torch.arange(ROWS) < 2).double()}
+    with pytest.raises(pa.CoupledLossError) as caught:
+        of_microbatches(masked_mean)(LINEAR, batch)
+    assert caught.value.kind == "mean of means"
+    assert "nan %" not in str(caught.value)
+    assert " samples). So microbatches" in str(caught.value)
