@@ -7,7 +7,7 @@ import pureaccum as pa
 from tests.refusals import refused
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("inputs")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
 FN = pa.functional(torch.nn.Linear(3, 1))
 X, Y = torch.randn(6, 3), torch.randn(6, 1)
 SENTENCE = (
