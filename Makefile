@@ -9,12 +9,12 @@ VENV := .venv
 RUN  := $(VENV)/bin/python -m
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# The version is pinned in pyproject.toml: pyright need not look for a newer one.
+# pyproject.toml pins the version, so pyright need not look for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Nor need Material for MkDocs warn of MkDocs 2.
 export NO_MKDOCS_2_WARNING := 1
 
-# Bytecode is kept, or each worker, rank and planted fault compiles the tests anew.
+# Keep bytecode: otherwise each worker, rank and planted fault compiles the tests again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test others bench gpu lint docs clean
@@ -31,7 +31,7 @@ test: $(VENV)/installed  ## run the tests and the doctests; HYPOTHESIS_PROFILE=c
 others: $(VENV)-$(TORCH)/installed  ## run the tests on another torch: the oldest, or TORCH=2.15.0 OPTREE=0.20.0
 	$(VENV)-$(TORCH)/bin/python -m pytest -n auto --dist worksteal
 
-bench: $(VENV)/bench  ## measure beside other libraries; arguments in BENCH="..."
+bench: $(VENV)/bench  ## measure against other libraries; arguments in BENCH="..."
 	$(RUN) tests.benchmarks $(BENCH)
 
 gpu: $(VENV)/installed  ## run the GPU tests and timings (ten minutes); without a GPU, check that they would run
