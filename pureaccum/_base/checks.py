@@ -171,7 +171,7 @@ def read_params(params: trees.Tree, root: str = "params") -> tuple[list[Tensor],
             raise TypeError(
                 f"{trees.paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. "
                 "Pass settings and modules in another argument of the function. Pass the "
-                "parameters of a module as dict(module.named_parameters())."
+                "parameters of a module as functional(module).params."
             )
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise TypeError(

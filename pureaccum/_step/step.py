@@ -330,10 +330,21 @@ def _init(
 ) -> TrainState:
     """The first state; it shares no memory with what it is made of, and has no history."""
     leaves, spec = checks.read_params(params)
+    _refuse_frozen(leaves, spec)
     if torch.is_grad_enabled() and not modes.transform_active():
         _check_beginning(leaves, spec)
     with checks.outside_inference_mode():
         return _begun(plan, params, leaves[0].device, buffers, seed)
+
+
+def _refuse_frozen(leaves: list[torch.Tensor], spec: Any) -> None:
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.nn.Parameter) and not x.requires_grad:
+            raise ValueError(
+                f"{trees.paths(spec, 'params')[i]} is a frozen Parameter (requires_grad=False), "
+                "but a step trains everything that init gets. Pass functional(module).params, "
+                "which leaves frozen parameters out; to train this one, pass x.detach()."
+            )
 
 
 def _check_beginning(leaves: list[torch.Tensor], spec: Any) -> None:

@@ -360,3 +360,13 @@ def test_an_exception_in_the_schedule_loses_nothing(name, donate, streams):
         assert "given up with donate=True" in str(error)  # noqa: PT017
     else:
         assert_trees_bitwise_equal(got, want)
+
+
+def test_a_frozen_parameter_is_not_trained_by_mistake():
+    """``step.init(dict(net.named_parameters()))`` would move it; ``functional`` leaves it out."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    net[0].weight.requires_grad_(False)
+    step = pa.make_step(lambda params, batch: batch.mean(), pa.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params\['0.weight'\] is a frozen Parameter .*"):
+        step.init(dict(net.named_parameters()))
+    assert "0.weight" not in step.init(pa.functional(net).params).params
