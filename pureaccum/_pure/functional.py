@@ -64,7 +64,10 @@ class Functional(NamedTuple):
         ]
         parts = [part for part in counts if not part.startswith("0 ")]
         numbers = sum(x.numel() for x in [*self.params.values(), *self.frozen.values()])
-        return f"Functional({', '.join([type(module).__name__, *parts])}, {numbers:,} numbers)"
+        whole = self.apply.args[3] if isinstance(self.apply, partial) else None
+        size = f", microbatch_size={whole.size}" if whole is not None else ""
+        held = ", ".join([type(module).__name__, *parts, f"{numbers:,} numbers"])
+        return f"Functional({held}{size})"
 
 
 def functional(

@@ -35,6 +35,9 @@ W = {"w": torch.ones(300)}
 SOLVER = pa.curvature.cg(lambda v: v, rtol=1e-3)
 PROGRAM = {
     "Functional(Sequential, 4 parameters, 38,483 numbers)": FN,
+    "Functional(Linear, 2 parameters, 6 numbers, microbatch_size=4)": pa.functional(
+        torch.nn.Linear(2, 2), microbatch_size=4
+    ),
     "adamw(lr=0.001)": pa.adamw(1e-3),
     "adamw(lr=0.002, weight_decay=0.1)": pa.adamw(2e-3, weight_decay=0.1),
     "sgd(lr=float64[] on meta)": pa.sgd(torch.tensor(0.1, dtype=torch.float64, device="meta")),
