@@ -17,9 +17,9 @@ W = PARAMS["w"]
 NOT_DIFFERENTIABLE = {
     "int": (W.int(), (" is torch.int32", "floating-point or complex", "another argument")),
     "bool": (W > 0, (" is torch.bool", "floating-point or complex")),
-    "Python float": (1.5, (" is a float", "expected a tensor", "named_parameters")),
+    "Python float": (1.5, (" is a float", "expected a tensor", "functional(module)")),
     "Python int": (2, (" is a int", "expected a tensor")),
-    "module": (torch.nn.Linear(1, 1), (" is a Linear", "expected a tensor", "named_parameters")),
+    "module": (torch.nn.Linear(1, 1), (" is a Linear", "expected a tensor", "functional(module)")),
     "string": ("w", (" is a str", "expected a tensor")),
 }
 
