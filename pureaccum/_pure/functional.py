@@ -102,10 +102,10 @@ def functional(
     returns what it returns without a size, including BatchNorm's running statistics. All tensors
     that the module takes and returns have one row per sample along dim 0; compute the loss by plain
     code afterwards. Every microbatch runs up to the BatchNorm, its inputs are stored, the
-    statistics are merged, then every microbatch continues. Each call first traces the module with
-    torch.fx on one microbatch, so its control flow must not depend on tensor values or on the
-    number of samples, and every layer but BatchNorm must treat each sample separately. (Inside
-    ``torch.compile`` the batch is taken whole.)
+    statistics are merged, then every microbatch continues. Each call first runs the module on one
+    microbatch and records what it computes, so its control flow must not depend on tensor values
+    or on the number of samples, and every layer but BatchNorm must treat each sample separately.
+    (Inside ``torch.compile`` the batch is taken whole.)
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
