@@ -19,4 +19,16 @@ from .products import ggnvp as ggnvp
 from .products import hvp as hvp
 
 
+__all__ = [
+    "CG",
+    "CGState",
+    "Estimate",
+    "Operator",
+    "cg",
+    "diagonal",
+    "fisher_vp",
+    "ggnvp",
+    "hvp",
+    "trace",
+]
 _make_public(globals(), __name__)

@@ -66,6 +66,12 @@ class CG(NamedTuple):
         run: ``run(state, steps=None)`` takes at most ``steps`` steps, until the state is solved. It
             synchronises with the device at each step. Without ``steps`` it raises an
             ``ArithmeticError`` if ten steps per number in b do not solve it.
+
+    Example:
+        >>> import torch
+        >>> solver = cg(lambda v: 2 * v)
+        >>> solver.run(solver.init(torch.tensor([2.0, 4.0]))).x
+        tensor([1., 2.])
     """
 
     init: Callable[..., CGState]

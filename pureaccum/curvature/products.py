@@ -241,7 +241,8 @@ def fisher_vp(  # noqa: D417
             log-likelihood, as a tensor of shape (samples,). Or ``Weighted`` of two such tensors:
             totals and weights.
         batch_argnums, microbatch_size, stream, group, check: As for ``hvp``.
-        reduction: Whether the samples' matrices are averaged, ``"mean"``, or added, ``"sum"``.
+        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``: the samples'
+            matrices are averaged or added.
         draw: ``draw(params, *args)`` returns the (first) batch argument with labels drawn from the
             model. No derivative goes through it.
 

@@ -27,6 +27,20 @@ from ._pure import assert_pure as assert_pure
 from ._pure import unchanged as unchanged
 
 
+__all__ = [
+    "AccumulationMismatch",
+    "Diagnosis",
+    "Leaf",
+    "Report",
+    "assert_accumulates",
+    "assert_pure",
+    "assert_trees_bitwise_equal",
+    "assert_trees_within_bound",
+    "check_accumulation",
+    "check_training_loop",
+    "strategies",
+    "unchanged",
+]
 _make_public(globals(), __name__)
 
 if TYPE_CHECKING:

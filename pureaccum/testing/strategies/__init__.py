@@ -41,3 +41,28 @@ from .losses import ExactModel as ExactModel
 from .losses import Kind as Kind
 from .losses import losses as losses
 from .losses import reduction as reduction
+
+
+__all__ = [
+    "KINDS",
+    "ExactModel",
+    "Fault",
+    "History",
+    "Kind",
+    "MergeTree",
+    "batches",
+    "compositions",
+    "dtypes",
+    "exact_trees",
+    "faults",
+    "histories",
+    "losses",
+    "merge_along",
+    "merge_trees",
+    "pieces",
+    "reduction",
+    "seeds",
+    "shapes",
+    "trees",
+    "weights",
+]
