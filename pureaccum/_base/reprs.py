@@ -82,7 +82,7 @@ def _of_tensor(x: Any) -> str:
 
 
 def _of_container(value: Any) -> str:
-    if hasattr(value, "_fields"):
+    if _is_record(value):
         ours = type(value).__module__.startswith("pureaccum")
         return repr(value) if ours else of_record(value)
     parts = [*value.values()] if isinstance(value, Mapping) else [*value]

@@ -69,11 +69,11 @@ def settings_of(thing: Any, name: str) -> dict[str, str]:
 def _read(thing: Any, name: str) -> Iterator[tuple[str, str]]:
     is_record = isinstance(thing, tuple) and hasattr(thing, "_fields")
     function: Any = thing[0] if is_record and thing else thing
-    maker, made, _ = getattr(function, "made_by", ("", {}, ()))
+    made_by: MadeBy | None = getattr(function, "made_by", None)
     parts: dict[str, Any] = {}
-    if maker:
-        yield name, maker
-        parts = _named(made)
+    if made_by is not None:
+        yield name, made_by.maker
+        parts = _named(made_by.settings)
     elif is_record:
         parts = _named(cast(Any, thing)._asdict())
     elif isinstance(thing, Mapping):

@@ -36,9 +36,8 @@ CAUSES = {
         Cause(
             "mean of means",
             "it is a mean over weights, targets or tokens, and samples have different numbers of "
-            "them",
-            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and its count\n"
-            "    # If the count depends on params, divide two sums of pa.microbatch instead.",
+            "them (if their number depends on params, divide two sums of pa.microbatch instead)",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and its count",
         ),
         Cause(
             "weight",

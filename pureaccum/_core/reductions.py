@@ -352,7 +352,8 @@ def _reduced(state: AuxState, n: int, i: int, leaf: Any, stack: Stack, rows: int
 
 def _terms(state: Any, leaf: Weighted, stack: Stack, name: Callable[[], str]) -> Any:
     """The total and the weight of a mean that has a weight of its own, summed."""
-    if not all(isinstance(x, (Tensor, int, float)) for x in tuple[Any, ...](leaf)):
+    its: Any = leaf
+    if not all(isinstance(x, (Tensor, int, float)) for x in its):
         losses.terms_of(leaf, name)  # says what is the matter
     totals, weights = state or (0.0, 0.0)
     each = zip(*[_numbers(x, stack.share) for x in leaf], strict=True)
