@@ -9,6 +9,9 @@ in the loss's own dtypes, and in float64 of the larger sizes of both: there roun
 what is coupled is as far off. No threshold in the loss's own dtypes separates the two. A miss that
 a share of 1e-12 in a leaf explains, as in a chaotic loss, is none.
 
+Of a batch at hand, a part of the microbatch and a part of the far end of the batch are asked about
+too: samples that weigh alike may lie side by side.
+
 Of a loss that draws random numbers the whole is computed once more, too: nothing is drawn in these
 runs. It is asked at calls 1, 2, 4, 8, … about a kind of batch, of another microbatch each time,
 since one ignored target need not be in the first; and at every call once it was refused. What
@@ -17,11 +20,8 @@ cannot be computed is no proof: then it is asked at the next call, eight times a
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from math import isfinite
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -135,27 +135,45 @@ class Inquiry:
         asked = Asked(loss, args, self.question, start, self.draws)
         for whole, *parts in _cuts(self.question.batch, start, rows):
             computed = whole[1] == rows and not self.draws  # the whole, by the call itself
-            found, out = asked.sums(parts if computed else [whole, *parts]), None
+            found = asked.sums(parts if computed else [whole, *parts])
             if found is None:
                 if rows == 1:
                     asked.refuse_uncut()
                 continue  # a part raises: perhaps others do not
+            far, out = self.far(asked, parts, found[-2]), None
             if computed:
                 out = loss(*args)
                 found.insert(0, asked.amount(out, rows))
-            own = _of_terms(found)
-            coupled = None if any(each.off() > MOST for each in own) else False
-            if coupled is None:
+            if not all(map(_adds_up, (found, *(found for _, found in far)))):
                 out = None  # its graph would be in memory beside what follows
-                coupled, sums = _judged(asked, [whole, *parts], own)
-                asked.put_back()
-                if coupled:
-                    self.answer.note(coupled, whole[1])
-                    raise causes.coupled_error(asked, [whole, *parts], sums, self.modules)
-            self.answer.note(coupled, whole[1])
+            fit = [self.fits(asked, *cut) for cut in [([whole, *parts], found), *far]]
+            self.answer.note(None if None in fit else False, whole[1])
             return loss(*args) if out is None else out
         self.answer.note(None, rows)
         return loss(*args)
+
+    def far(
+        self, asked: "Asked", parts: list[Piece], of_one: list[tuple[float, float]]
+    ) -> list[tuple[list[Piece], Found]]:
+        """What samples come to that lie far apart, if they are at hand and can be computed."""
+        pieces = found = None
+        if self.question.parts > 1:
+            with suppress(Exception):  # a tensor of a class that cannot be joined
+                pieces = _far_apart(self.question.batch, *parts)
+        if pieces is not None:
+            found = asked.sums([pieces[0], pieces[2]])
+        return [] if pieces is None or found is None else [(pieces, [found[0], of_one, found[1]])]
+
+    def fits(self, asked: "Asked", pieces: list[Piece], found: Found) -> bool | None:
+        """Whether parts add up to the whole, or None; raises where they do not."""
+        if _adds_up(found):
+            return True
+        coupled, sums = _judged(asked, pieces, _of_terms(found))
+        asked.put_back()
+        if coupled:
+            self.answer.note(coupled, pieces[0][1])
+            raise causes.coupled_error(asked, pieces, sums, self.modules)
+        return None if coupled is None else True
 
 
 def _cuts(batch: batches.Batch, start: int, rows: int) -> Iterator[list[Piece]]:
@@ -173,6 +191,26 @@ def _cuts(batch: batches.Batch, start: int, rows: int) -> Iterator[list[Piece]]:
     if 0 < rows < 4 and total >= 2 * rows:  # of a batch at hand
         start = min(start, total - 2 * rows)
         yield batches.cut_at(batch, start, 2 * rows) + batches.cut_at(batch, start, rows, rows)
+
+
+def _far_apart(batch: batches.Batch, one: Piece, other: Piece) -> list[Piece] | None:
+    """A part of a microbatch, another one from the far end of the batch, and both together.
+
+    Samples that weigh alike may lie side by side, as in a batch that is sorted by label or by
+    length: there every microbatch adds up, and the batch does not.
+    """
+    (near, rows, start), (_, others, _), total = one, other, batch.rows or 0
+    ((far, _, _),) = batches.cut_at(batch, total - others if 2 * start < total else 0, others)
+    pairs = [*zip(*map(batch.spec.flatten_up_to, (near, far)), strict=True)]
+    if any(isinstance(x, Tensor) and x.is_nested for x, _ in pairs):
+        return None
+    joined = [
+        torch.cat([x, y]) if isinstance(x, Tensor) else x + y if type(x) in (list, tuple) else x
+        for x, y in pairs
+    ]
+    # numbered as neighbours are, so that keys are the same in the whole and in its parts
+    parts = [one, (far, others, start + rows)]
+    return [(trees.unflatten(batch.spec, joined), rows + others, start), *parts]
 
 
 class Asked:
@@ -334,7 +372,11 @@ def _judged(asked: Asked, pieces: list[Piece], own: list[Totals]) -> tuple[bool 
 
 def _repeats(found: Found | None) -> bool:
     """Whether two calls with the same samples, and other random numbers, came to the same."""
-    return found is not None and all(each.off() <= MOST for each in _of_terms(found))
+    return found is not None and _adds_up(found)
+
+
+def _adds_up(found: Found) -> bool:
+    return all(each.off() <= MOST for each in _of_terms(found))
 
 
 def _of_terms(found: Found) -> list[Totals]:
@@ -343,11 +385,6 @@ def _of_terms(found: Found) -> list[Totals]:
 
 # Which losses are one ------------------------------------------------------------------------
 
-# A program may make its loss anew at each step. Functions are one if their code is, and what they
-# close over, their defaults and the globals that they name. A module, or another object that lives
-# on, is itself. Of a tensor or a number the type counts: a temperature may change.
-
-_DEEPEST = 1  # of functions that name functions
 _MOST = 1000
 _answers: dict[Any, dict[Any, Answer]] = {}
 
@@ -356,22 +393,4 @@ def answers_of(loss: Any) -> dict[Any, Answer]:
     """What this loss, and those that are one with it, have answered."""
     if len(_answers) >= _MOST:
         _answers.clear()
-    return _answers.setdefault(_sameness(loss, 0), {})
-
-
-def _sameness(x: Any, depth: int) -> Any:
-    """What is equal for two things that are one."""
-    if x is None or isinstance(x, (bool, str)):
-        return x
-    if isinstance(x, Tensor):
-        return Tensor, x.dtype, x.dim()
-    if isinstance(x, FunctionType):
-        parts = closures.held_in(x) if depth <= _DEEPEST else ()
-        return x.__code__, *(_sameness(part, depth + 1) for part in parts)
-    if isinstance(x, (MethodType, partial)):
-        return type(x), *(_sameness(part, depth) for part in closures.held_in(x))
-    with suppress(TypeError):  # a number, or a container
-        own = type(x), ref(x)
-        hash(own)
-        return own
-    return (type(x),)
+    return _answers.setdefault(closures.sameness(loss), {})

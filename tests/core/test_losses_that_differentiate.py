@@ -124,8 +124,9 @@ def test_a_loss_that_begins_to_differentiate_after_some_microbatches():
         return late(w, x) if row[0] >= 2 else ((x @ w) ** 2).mean()
 
     batch = X, torch.arange(4)
-    want = pa.grad(loss, microbatch_size=2, engine="func")(W, batch)
-    assert torch.equal(pa.grad(loss, microbatch_size=2, engine="auto")(W, batch), want)
+    want = pa.grad(loss, microbatch_size=2, engine="func", check=False)(W, batch)
+    got = pa.grad(loss, microbatch_size=2, engine="auto", check=False)(W, batch)
+    assert torch.equal(got, want)
 
 
 # Functions that take a gradient by torch.autograd.grad -------------------------------------

@@ -68,5 +68,7 @@ def peak(run):
 def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way, name):
     coupling._answers.clear()  # or it would not be the first
     asking, plain = (peak(run_of(way, name, check)) for check in (True, False))
-    assert asking <= plain + STATE
+    # without a graph, what a microbatch holds shows, and that is the same and a copy of its samples
+    copy = 64 * WIDTH * 4 if way == "value" else 0
+    assert asking <= plain + STATE + copy
     assert plain > 4 * 64 * WIDTH  # it was measured
