@@ -93,7 +93,7 @@ class Model(NamedTuple):
 
     @property
     def window(self) -> str:
-        return f"{self.microbatches} x {self.rows} rows"
+        return f"{self.microbatches} x {self.rows} samples"
 
     def __str__(self) -> str:
         return f"{self.name}, {self.window}"

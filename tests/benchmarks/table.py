@@ -179,7 +179,7 @@ def steps() -> Iterator[Pair]:
     )
     yield from time("func step", HAND, of(1.9, 1.8, 1.35, 1.1), slow)
     products = (
-        "the matrix products of 32 × 256 rows, which the graph calls as the loop does, are most of "
+        "the matrix products of 32 × 256 samples, which the graph calls as the loop does, are most of "
         "the time."
     )
     yield from time(COMPILED, HAND, of(0.15, 0.20, 0.72, 1.0, 1.0), products)
@@ -249,7 +249,7 @@ def coupled() -> Iterator[Pair]:
 
     full, func = "full-batch InfoNCE", "full-batch InfoNCE, torch.func.grad"
     why = (
-        "microbatches of 32 rows are a matter of Python: the rule keeps what is captured, grad "
+        "microbatches of 32 samples are a matter of Python: the rule keeps what is captured, grad "
         "mode, autocast, random numbers and what modules hold."
     )
     goals = {
