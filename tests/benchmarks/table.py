@@ -179,8 +179,8 @@ def steps() -> Iterator[Pair]:
     )
     yield from time("func step", HAND, of(1.9, 1.8, 1.35, 1.1), slow)
     products = (
-        "the matrix products of 32 × 256 samples, which the graph calls as the loop does, are most of "
-        "the time."
+        "the matrix products of 32 × 256 samples, which the graph calls as the loop does, are most "
+        "of the time."
     )
     yield from time(COMPILED, HAND, of(0.15, 0.20, 0.72, 1.0, 1.0), products)
     why = "the loop's loss is compiled too, and its products are the same."
