@@ -97,7 +97,7 @@ def _check_tensors(tree: trees.Tree, call: str) -> None:
     leaves, spec = trees.flatten(tree)
     for i, x in enumerate(leaves):
         if not isinstance(x, Tensor) or (x.dtype == torch.bool and call == "psum"):
-            came = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            came = x.dtype if isinstance(x, Tensor) else reprs.kind(x)
             raise TypeError(
                 f"{trees.paths(spec, 'tree')[i]}, given to {call}, is {came}; expected a tensor"
                 f"{' of numbers' if call == 'psum' else ''}."

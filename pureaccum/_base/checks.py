@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from . import containers, dtensors, trees
+from . import containers, dtensors, reprs, trees
 from .torch_internals import modes
 
 
@@ -40,7 +40,7 @@ def check_int(
             number = None
         shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
         if number is None or shape or isinstance(value, bool) or dtype == torch.bool:
-            came = f"{value!r}, a {type(value).__name__}"
+            came = reprs.of_value(value)
             if shape:
                 kind = "a tensor" if isinstance(value, Tensor) else "an array"
                 came = f"{kind} of shape {tuple(shape)}"
@@ -59,7 +59,7 @@ def check_number(
     """The float that a real number is, or an error that says what was expected."""
     number = as_float(value)
     if not isinstance(number, float):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
+        raise TypeError(f"{name} is {reprs.of_value(value)}; expected {expected}.")
     if not fits(number):
         raise ValueError(f"{name} is {number!r}; expected {expected}.")
     return number
@@ -169,7 +169,7 @@ def read_params(params: trees.Tree, root: str = "params") -> tuple[list[Tensor],
             if containers.open_tree(params, root)[1] != spec:  # whose classes are known from now on
                 return read_params(params, root)
             raise TypeError(
-                f"{trees.paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. "
+                f"{trees.paths(spec, root)[i]} is {reprs.kind(leaf)}; expected a tensor. "
                 "Pass settings and modules in another argument of the function. Pass the "
                 "parameters of a module as functional(module).params."
             )
@@ -198,8 +198,7 @@ def read_tensors(tree: trees.Tree, root: str, cause: str) -> tuple[list[Tensor],
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{trees.paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. "
-                f"{cause}"
+                f"{trees.paths(spec, root)[i]} is {reprs.kind(leaf)}; expected a tensor. {cause}"
             )
     return leaves, spec
 
@@ -215,7 +214,7 @@ def check_state(
     """The state itself, or an error that says what its owner expects."""
     if not isinstance(state, expected):
         raise TypeError(
-            f"{root} is a {type(state).__name__}; {owner} expects the {expected.__name__} that "
+            f"{root} is {reprs.kind(state)}; {owner} expects the {expected.__name__} that "
             f"its init or its last call returned. {cause}"
         )
     return state

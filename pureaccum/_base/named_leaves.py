@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from . import trees
+from . import reprs, trees
 
 
 def tree_get(tree: trees.Tree, name: str) -> Any:
@@ -80,7 +80,7 @@ def tree_set(
     """
     if changes is not None and not isinstance(changes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"changes is a {type(changes).__name__}; expected a dict from names to numbers. Or "
+            f"changes is {reprs.kind(changes)}; expected a dict from names to numbers. Or "
             "pass names as keywords: tree_set(state, lr=0.1)."
         )
     leaves, spec = trees.flatten(tree)
@@ -144,7 +144,7 @@ def _like(value: Any, old: Any, path: str) -> Any:
         return new
     if not isinstance(new, (Tensor, bool, int, float)):
         raise TypeError(
-            f"{path} is set to {new!r}, a {type(new).__name__}; expected a number, a tensor, or a "
+            f"{path} is set to {reprs.of_value(new)}; expected a number, a tensor, or a "
             "function of the old value."
         )
     whole = not (old.is_floating_point() or old.is_complex())

@@ -19,6 +19,7 @@ from . import trees
 
 
 LONGEST = 600
+LONGEST_VALUE = 80
 
 
 def of_record(self: Any) -> str:
@@ -32,6 +33,19 @@ def of_made(self: Any) -> str:
     """The text of a record of functions: the call that made it, if a maker has noted that."""
     call = _call(self[0])
     return of_record(self) if call is None else call
+
+
+def kind(value: Any) -> str:
+    """The class of a value with its article: "an int", "a Tensor"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def of_value(value: Any) -> str:
+    """A value that an error names: what it prints, if that is short, and its kind."""
+    text = repr(value)
+    plain = len(text) <= LONGEST_VALUE and " at 0x" not in text and "\n" not in text
+    return f"{text}, {kind(value)}" if plain else kind(value)
 
 
 def _short(text: str) -> str:

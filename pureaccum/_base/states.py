@@ -169,9 +169,7 @@ def stack(trees: Sequence[Tree]) -> Tree:
         any tree.
     """
     if not isinstance(trees, (list, tuple)):
-        raise TypeError(
-            f"trees is a {type(trees).__name__}; expected a list of one tree per member."
-        )
+        raise TypeError(f"trees is {reprs.kind(trees)}; expected a list of one tree per member.")
     if not trees:
         raise ValueError("trees is empty; expected one tree for each member.")
     columns: list[list[Any]] = []
@@ -220,5 +218,5 @@ def unstack(tree: Tree) -> list[Tree]:
 
 def _said(x: Any) -> str:
     if not isinstance(x, Tensor):
-        return f"a {type(x).__name__}"
+        return reprs.kind(x)
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from .._base import checks, dtensors, sharded_rows, trees
+from .._base import checks, dtensors, reprs, sharded_rows, trees
 from .._base.containers import open_tree
 from .._base.sharded_rows import NOWHERE, Over
 
@@ -133,7 +133,7 @@ def _with_lists(batch: trees.Tree, rows: int, root: str, cut: bool) -> trees.Fla
             leaves, spec = optree.tree_flatten(batch, lambda y: y is x, namespace=trees.NAMESPACE)
             name = next(p for p, y in zip(trees.paths(spec, root), leaves, strict=True) if y is x)
             raise ValueError(
-                f"{name} is a {type(x).__name__} of {rows} numbers, as many as the batch has "
+                f"{name} is {reprs.kind(x)} of {rows} numbers, as many as the batch has "
                 "samples. If they are one per sample, pass a tensor: torch.tensor(x). If all "
                 "samples share them, pass them in another argument of the function."
             )
@@ -161,7 +161,7 @@ def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
 
 def _listed(batch: Batch, root: str, i: int) -> str:
     x = batch.leaves[i]
-    kind = f"a {type(x).__name__} of {len(x)} {type(x[0]).__name__}s"
+    kind = f"{reprs.kind(x)} of {len(x)} {type(x[0]).__name__}s"
     return f"{trees.paths(batch.spec, root)[i]} is {kind}, one for each sample"
 
 
@@ -378,7 +378,7 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
         rest = iter(loader)
     except TypeError as error:
         raise TypeError(
-            f"loader is a {type(loader).__name__}; expected an iterable of microbatches."
+            f"loader is {reprs.kind(loader)}; expected an iterable of microbatches."
         ) from error
     k = check_size(k, "k", "an int of at least 1, the microbatches of a window")
     return iter(lambda: list(itertools.islice(rest, k)), [])

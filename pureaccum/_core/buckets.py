@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base import claims
+from .._base import claims, reprs
 from .._base.torch_internals import kernels
 
 
@@ -183,7 +183,7 @@ def group_of(group: Any) -> Any:
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"group is a {type(group).__name__}; expected a process group. Pass dist.group.WORLD, "
+            f"group is {reprs.kind(group)}; expected a process group. Pass dist.group.WORLD, "
             "or the result of dist.new_group(...) or mesh.get_group(...)."
         )
     try:

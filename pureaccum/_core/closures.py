@@ -102,6 +102,11 @@ _PYTHON = sys.stdlib_module_names - {"types", "collections"}
 _LIBRARIES = ("pureaccum.", "torch.")  # whose functions name nothing of a user's
 
 
+def is_ours(x: Any) -> bool:
+    """Whether a function was defined in this package."""
+    return (getattr(x, "__module__", None) or "").startswith("pureaccum.")
+
+
 _DEEPEST = 1  # of functions that name functions
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base import checks, dtensors, trees
+from .._base import checks, dtensors, reprs, trees
 from .._base.torch_internals import modes
 from . import (
     auto_size,
@@ -241,7 +241,7 @@ def parts_of_streams(
         for i, its in batch.items():
             if isinstance(its, (Tensor, Mapping, str)) or not isinstance(its, Iterable):
                 raise TypeError(
-                    f"args[{i}] is a {type(its).__name__}; expected an iterable of batches, such "
+                    f"args[{i}] is {reprs.kind(its)}; expected an iterable of batches, such "
                     "as a list or a loader, because stream=True. To pass a single batch, use "
                     "stream=False."
                 )

@@ -199,7 +199,7 @@ class Subtrees:
         """Raise where the reduction cannot reduce a leaf of this look, whatever it was before."""
         reduction, wrong = self.looks[n].reduction, ""
         if reduction in ("concat", "stack") and not isinstance(its, Look):
-            wrong = f"is a {type(x).__name__}"
+            wrong = f"is {reprs.kind(x)}"
         elif reduction == "concat":
             dims = len(its.shape)
             if not (-dims <= dim < dims and its.shape[dim] == rows):
@@ -214,7 +214,7 @@ class Subtrees:
             )
         if not isinstance(its, (Look, int, float)):
             raise TypeError(
-                f"{self.name_of(n, i)} is a {type(x).__name__}, which has no {reduction}. Pass "
+                f"{self.name_of(n, i)} is {reprs.kind(x)}, which has no {reduction}. Pass "
                 f"'last' for it in {self.option}."
             )
 

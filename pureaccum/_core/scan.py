@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._base import checks, sharded_rows, trees
+from .._base import checks, reprs, sharded_rows, trees
 from .._base.torch_internals import functorch, modes
 from . import batches, gathered, losses, microbatch, outputs, rule, writes
 from .arguments import Arguments, with_rows_on_host
@@ -162,7 +162,7 @@ class _Chunk(outputs.Whole):
 
     def take(self, _p: int, out: Any, repeated: bool = False) -> rule.Outs:
         if not isinstance(out, tuple) or len(out) != 2:  # pyright: ignore[reportUnknownArgumentType]
-            came = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"  # pyright: ignore
+            came = f"a tuple of {len(out)}" if isinstance(out, tuple) else reprs.kind(out)  # pyright: ignore
             raise TypeError(f"func returned {came}; expected a pair, (carry, out).")
         leaves, spec = trees.flatten(out[0])
         if not repeated:

@@ -112,7 +112,7 @@ def _read(lengths: Any, most: int) -> list[int]:
         given: list[Any] = list(lengths)
     except TypeError:
         raise TypeError(
-            f"lengths is a {type(lengths).__name__}; expected the tokens of each sample, ints or "
+            f"lengths is {reprs.kind(lengths)}; expected the tokens of each sample, ints or "
             "an integer tensor."
         ) from None
     expected = "the tokens of a sample, an int of at least 0"

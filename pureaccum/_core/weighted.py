@@ -255,4 +255,4 @@ def describe(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"  # pyright: ignore[reportUnknownArgumentType]
-    return f"a {type(value).__name__}"
+    return reprs.kind(value)

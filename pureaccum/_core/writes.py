@@ -25,10 +25,11 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from .._base import checks, deterministic, dtensors, observation, states, trees
+from .._base import checks, deterministic, dtensors, observation, reprs, states, trees
 from .._base.torch_internals import autograd, kernels, module_slots, operations
 from .._base.torch_internals.modes import dispatched, transform_active, unnoticed
-from . import called_modules, coupling
+from . import called_modules, closures, coupling
+from .weighted import WeightedSum
 
 
 class Known:
@@ -232,16 +233,29 @@ class _Guard:
         self.known.kinds.add(_kind(self.known, self.decides))
 
 
-def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
-    """Raise for a loss that has called modules with their own parameters, and used no others."""
-    total = next(iter(trees.tree_leaves(out)), None)
+def _check_depends(out: Any, given: list[Any], observer: "_Observer") -> None:
+    """Raise for a loss that uses parameters, those that it gets or others, but depends on none."""
+    loss = out[0] if type(out) is tuple and out else out
+    several = isinstance(loss, WeightedSum)
+    totals = [x.total for x in loss.terms] if several else trees.tree_leaves(out)[:1]
+    totals = [x for x in totals if isinstance(x, Tensor)]
     recorded = torch.is_grad_enabled() or transform_active()
-    if recorded and trained and isinstance(total, Tensor) and not autograd.leads_to(total, given):
+    if not recorded or not totals or any(autograd.leads_to(x, given) for x in totals):
+        return
+    begins = "the loss depends on none of the parameters that it gets"
+    if observer.trained:
         raise ValueError(
-            "the loss depends on none of the parameters that it gets, but calls a "
-            f"{type(trained[0]).__name__} with its own. Call it with the given ones: "
-            "functional(net).apply(params, buffers, x), or torch.func.functional_call(net, "
+            f"{begins}, but calls {reprs.kind(observer.trained[0])} with its own. Call it with the "
+            "given ones: functional(net).apply(params, buffers, x), or functional_call(net, "
             "params, (x,)). For a module that is not trained, set requires_grad_(False)."
+        )
+    # that of a product with curvature is flat where the loss is linear
+    plain = totals[0].is_floating_point() and not closures.is_ours(observer.known.loss())
+    if plain and observer.uses(given):
+        raise ValueError(
+            f"{begins}, so its gradient is zero. Likely causes: it uses other parameters in place "
+            "of its first argument (fn.params, for example), or torch.no_grad(), .detach() or "
+            ".item() cut the graph."
         )
 
 
@@ -281,7 +295,7 @@ def _goes_well(
     if observer.refused:  # even if the loss has caught it
         raise observer.refused[0]
     if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
-        _check_depends(out, args[0], observer.trained)
+        _check_depends(out, args[0], observer)
     _add(known.captured, [x for at, x in observer.alive.items() if at not in observer.names])
     _add(known.modules, observer.modules)
     _add(known.themselves, observer.themselves)
@@ -326,12 +340,17 @@ class _Observer:
                 self.alive.setdefault(memory, x)
 
     def see(self, _: tuple[Any, ...], out: Any) -> None:
-        made = (
-            kernels.memory_of(dtensors.local(x))
-            for x in trees.tree_leaves(out)
-            if isinstance(x, Tensor)
-        )
-        self.ours.update(memory for memory in made if memory not in self.alive)
+        made = (x for x in trees.tree_leaves(out) if isinstance(x, Tensor))
+        memories = {kernels.memory_of(dtensors.local(x)) for x in made}
+        self.ours.update(memories.difference(self.alive))
+
+    def uses(self, leaves: list[Any]) -> bool:
+        """Whether any of some leaves was read, or other tensors of all their shapes."""
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        shapes = {x.shape for x in self.alive.values()}
+        alike = [x.dim() > 0 and x.shape in shapes for x in tensors]
+        read = (kernels.memory_of(dtensors.local(x)) in self.alive for x in tensors if x.numel())
+        return any(read) or (bool(alike) and all(alike))
 
     def note(self, module: nn.Module) -> None:
         if not module_slots.is_compiled_module(module):

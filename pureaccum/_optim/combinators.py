@@ -11,6 +11,7 @@ optimizer is anything with ``init(params)`` and ``apply(grads, state, params)``.
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import optree
@@ -200,6 +201,12 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> updates.Optimizer:
             f"{what} is torch's {cls.__name__}, which changes parameters in place; expected "
             f"pureaccum's sgd, adam or adamw, or from_torch({cls.__name__}, lr=...)."
         )
+    if isinstance(optimizer, FunctionType):
+        name = optimizer.__name__
+        raise TypeError(
+            f"{what} is the function {name}; expected an optimizer, as a call of it may make one: "
+            f"{name}(...)."
+        )
     if not _has(optimizer, "init", "apply"):
         raise TypeError(
             f"{what} is {_named(optimizer)}; expected an optimizer, which has init(params) and "
@@ -244,7 +251,7 @@ def _has(thing: Any, *methods: str) -> bool:
 
 
 def _named(thing: Any) -> str:
-    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
+    return f"the class {thing.__name__}" if isinstance(thing, type) else reprs.kind(thing)
 
 
 # A partition ---------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ def partition(
         """Check that a state has an entry for each label in use, and that all fit these params."""
         of_label = positions(params[1])
         if not isinstance(state, dict) or set(state) != set(of_label):
-            came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
+            came = sorted(state) if isinstance(state, dict) else reprs.kind(state)  # pyright: ignore
             raise TypeError(
                 f"{root} of partition holds {came}; expected a dict with a state for each label "
                 f"in use, {sorted(of_label)}. Likely cause: the state comes from another "

@@ -220,7 +220,7 @@ def _seen(flag: Tensor) -> Any:
 
 def _check_flag(applied: Any) -> Tensor:
     if not isinstance(applied, Tensor) or applied.ndim or applied.dtype != torch.bool:
-        came = f"a {type(applied).__name__}"
+        came = reprs.kind(applied)
         if isinstance(applied, Tensor):
             came = f"a tensor of shape {tuple(applied.shape)} and {applied.dtype}"
         raise TypeError(

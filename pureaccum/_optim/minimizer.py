@@ -39,7 +39,7 @@ def check_function(func: Any, owner: str) -> None:
     """Raise where an optimizer is given something else than a function of the parameters."""
     if not callable(func):
         raise TypeError(
-            f"func is a {type(func).__name__}; {owner} expects a function of the parameters that "
+            f"func is {reprs.kind(func)}; {owner} expects a function of the parameters that "
             "returns (grads, value), because it needs gradients again. Pass lambda params: "
             "fn(params, batch), where fn is a pa.grad_and_value. To pass gradients, use sgd or "
             "adam. make_step, chain and partition only pass gradients."
@@ -53,7 +53,7 @@ def asked(
     with nullcontext() if modes.transform_active() else torch.enable_grad():
         got = func(trees.unflatten(like[1], leaves))
     if not isinstance(got, (tuple, list)) or len(got) != 2:  # pyright: ignore
-        came = f"{len(got)} values" if isinstance(got, (tuple, list)) else f"a {type(got).__name__}"  # pyright: ignore
+        came = f"{len(got)} values" if isinstance(got, (tuple, list)) else reprs.kind(got)  # pyright: ignore
         raise TypeError(
             f"func returned {came}; expected (grads, value), as pa.grad_and_value(loss) returns "
             "them. pa.grad returns no value."
@@ -81,6 +81,6 @@ def _checked(value: Any) -> Any:
         return number
     aux = " With has_aux it comes with aux. Return value[0] alone." * (type(value) is tuple)
     raise TypeError(
-        f"the value of func is a {type(value).__name__}; expected a 0-d tensor, because func "
+        f"the value of func is {reprs.kind(value)}; expected a 0-d tensor, because func "
         f"returns (grads, value), in this order.{aux}"
     )

@@ -8,6 +8,7 @@ torch.func, also for gradients with respect to the rates that define them.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from types import GeneratorType
 from typing import Any
 
 import optree
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._base import checks, settings, trees
+from .._base import checks, reprs, settings, trees
 
 
 Schedule = Callable[[Tensor], Any]
@@ -146,6 +147,11 @@ def check_rate(lr: Any) -> Any:
     """The learning rate itself, a number as a float; the numbers in a tensor are not looked at."""
     refuse_scheduler(lr)
     expected = "a float, a 0-d tensor or a schedule (applied steps -> 0-d tensor)"
+    if isinstance(lr, (torch.nn.Module, GeneratorType)):
+        raise TypeError(
+            f"lr is {reprs.kind(lr)}; expected {expected}. Parameters are not an argument of an "
+            "optimizer: pass functional(module).params to the init of a step."
+        )
     return lr if callable(lr) else read_rate("lr", lr, expected)
 
 
@@ -181,7 +187,7 @@ def rate_at(lr: Any, count: Tensor, name: str = "the schedule") -> Tensor:
     number = checks.as_float(rate)
     if not isinstance(number, float):
         raise TypeError(
-            f"{name} returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
+            f"{name} returned {reprs.of_value(rate)}; expected a 0-d tensor, "
             "computed from the number of applied steps. Likely cause: a schedule without a return."
         )
     if torch.compiler.is_dynamo_compiling():
@@ -272,7 +278,7 @@ def half_cosine(left: Tensor) -> Tensor:
 def _check_count(count: Any) -> None:
     if not isinstance(count, Tensor):
         raise TypeError(
-            f"the count is {count!r}, a {type(count).__name__}; expected the number of applied "
+            f"the count is {reprs.of_value(count)}; expected the number of applied "
             "steps as a 0-d integer tensor: torch.tensor(count)."
         )
 
@@ -303,7 +309,7 @@ def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> list[i
     for i, schedule in enumerate(schedules):
         if not callable(schedule):
             raise TypeError(
-                f"schedules[{i}] is {schedule!r}, a {type(schedule).__name__}; expected a "
+                f"schedules[{i}] is {reprs.of_value(schedule)}; expected a "
                 "schedule. For a fixed rate, use constant(rate)."
             )
     return check_increasing(boundaries, "boundaries")

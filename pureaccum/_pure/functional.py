@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._base import checks
+from .._base import checks, reprs
 from .._base.torch_internals import autograd, functorch, modes, module_slots
 from .._core import buckets, closures, microbatch
 from . import microbatched_module, shell
@@ -297,7 +297,7 @@ def _check(given: Any, shapes: dict[str, torch.Size], places: shell.Places, root
         return
     if not isinstance(given, dict):
         raise TypeError(
-            f"{root} is a {type(given).__name__}; expected a dict of tensors by name, as "
+            f"{root} is {reprs.kind(given)}; expected a dict of tensors by name, as "
             f"functional(module).{root} is."
         )
     for name, tensor in given.items():
@@ -305,7 +305,7 @@ def _check(given: Any, shapes: dict[str, torch.Size], places: shell.Places, root
         if shape is None:
             raise ValueError(f"{root}[{name!r}] {_stranger(name, shapes, places, root)}")
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{root}[{name!r}] is a {type(tensor).__name__}; expected a tensor.")
+            raise TypeError(f"{root}[{name!r}] is {reprs.kind(tensor)}; expected a tensor.")
         if tensor.shape != shape:
             raise ValueError(
                 f"{root}[{name!r}] has shape {tuple(tensor.shape)}; expected {tuple(shape)}, as "
@@ -332,7 +332,7 @@ def _stranger(name: str, shapes: dict[str, torch.Size], places: shell.Places, ro
 
 def _refuse(module: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module.")
+        raise TypeError(f"module is {reprs.kind(module)}; expected a torch.nn.Module.")
     # Anyone who has an FSDP module has imported FSDP; an import here would cost all others.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     names = ("FSDPModule", "FullyShardedDataParallel")
@@ -341,7 +341,7 @@ def _refuse(module: Any) -> None:
         path = f"module.{name}" if name else "module"
         if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise TypeError(
-                f"{path} is a {type(part).__name__}; expected {path}.module, because "
+                f"{path} is {reprs.kind(part)}; expected {path}.module, because "
                 "functional_call on the wrapper gives unsynchronised gradients. To sum them over "
                 "the ranks, use make_step(..., group=torch.distributed.group.WORLD), or "
                 "distributed.all_reduce of an accumulator's state."

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, sharded_rows
+from .._base import checks, dtensors, reprs, sharded_rows
 from .._base.torch_internals import modes
 
 
@@ -179,7 +179,7 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
         `torch.nn.Dropout <https://docs.pytorch.org/docs/stable/generated/torch.nn.Dropout.html>`_
     """
     if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"x is a {type(x).__name__}; expected a tensor.")
+        raise TypeError(f"x is {reprs.kind(x)}; expected a tensor.")
     p = checks.check_number(p, "p", "a number in [0, 1]", lambda p: 0 <= p <= 1)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"x is a tensor of {x.dtype}; expected floating-point or complex numbers.")

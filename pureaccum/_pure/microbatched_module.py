@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._base import checks, containers, dtensors, observation, random_state, trees
+from .._base import checks, containers, dtensors, observation, random_state, reprs, trees
 from .._base.torch_internals import functorch, modes, module_slots
 from .._core import batches, buckets, closures, writes
 from .._core.microbatch import Keep, microbatch
@@ -52,7 +52,7 @@ class WholeBatch:
         for path, part in zip(places.paths, places.modules, strict=True):
             if isinstance(part, LazyModuleMixin):
                 raise ValueError(
-                    f"module.{path} is a {type(part).__name__}, which has no shape yet. Call the "
+                    f"module.{path} is {reprs.kind(part)}, which has no shape yet. Call the "
                     "module once, on one batch, before functional(module)."
                 )
             if module_slots.is_compiled_module(part) and "BatchNorm" in getattr(

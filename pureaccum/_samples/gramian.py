@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, ParamSpec
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, trees
+from .._base import checks, dtensors, reprs, trees
 from .._core import batches, history, writes
 from . import by_layers, chunks, outer_products
 
@@ -149,7 +149,7 @@ def _read_other(other: trees.Tree, its: Part, several: bool) -> batches.Batch:
     found = other if several else (other,)
     if not isinstance(found, tuple) or len(found) != len(its):  # pyright: ignore
         raise ValueError(
-            f"other is a {type(other).__name__}; expected a tuple of {len(its)}, one for each "
+            f"other is {reprs.kind(other)}; expected a tuple of {len(its)}, one for each "
             "batch argument."
         )
     # of which an error says where it is

@@ -244,7 +244,7 @@ def read_noise(seen: Any) -> BatchNoise:
         return noise_of(sums, seconds, seen.weight, seen.samples)
     if not isinstance(seen, ledger.AccumState):
         raise TypeError(
-            f"noise_scale got a {type(seen).__name__}; expected the AccumState of an accumulator "
+            f"noise_scale got {reprs.kind(seen)}; expected the AccumState of an accumulator "
             "with squares=True, Moments, or the noise of a StepInfo (with noise=True)."
         )
     sums = trees.tree_leaves(seen.grads)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, states, trees
+from .._base import checks, reprs, states, trees
 from .._base.torch_internals import modes
 from .._base.trees import add
 from .._core import losses, reductions
@@ -239,7 +239,7 @@ def _check_kind(state: Any, moments: bool) -> None:
     if isinstance(state, MomentSums) != moments:
         came, expected = ("'sum' or 'mean'", "'moments'")[:: 1 if moments else -1]
         raise ValueError(
-            f"state.grads is a {type(state).__name__}, of a state made with reduce={came}, but "
+            f"state.grads is {reprs.kind(state)}, of a state made with reduce={came}, but "
             f"this accumulator was made with {expected}. Pass a state from its own init."
         )
 

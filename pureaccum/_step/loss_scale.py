@@ -259,7 +259,7 @@ def _check_count(name: str, value: Any, why: str) -> int:
 
 def _check_tensor(name: str, value: Any, expected: str) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}.")
+        raise TypeError(f"{name} is {reprs.kind(value)}; expected {expected}.")
 
 
 def _check_flag(finite: Any) -> None:

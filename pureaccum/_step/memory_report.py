@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, random_state, trees
+from .._base import checks, dtensors, random_state, reprs, trees
 from .._base.torch_internals import modes
 from .._core import auto_size
 from .state import TrainState
@@ -129,7 +129,7 @@ def memory_report(
         `The meta device <https://docs.pytorch.org/docs/stable/meta.html>`_
     """
     if not callable(step):
-        raise TypeError(f"step is a {type(step).__name__}; expected the result of make_step.")
+        raise TypeError(f"step is {reprs.kind(step)}; expected the result of make_step.")
     checks.check_state(state, TrainState, "make_step")
     params, _ = checks.read_params(state.params, "state.params")
     if hasattr(step, "form") and step.form(state, batch, *shared) != "eager":  # pyright: ignore

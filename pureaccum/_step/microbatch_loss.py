@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import containers, dtensors, sharded_rows, trees
+from .._base import containers, dtensors, reprs, sharded_rows, trees
 from .._core import batches, coupling, losses, terms, weights, writes
 from .._pure import keys
 from . import plans
@@ -131,7 +131,7 @@ def _three(out: Any, has_aux: bool) -> tuple[Any, trees.Tree, Any]:
     if not losses.is_pair(out) or (has_aux and not losses.is_pair(out[1])):
         wanted = "(loss, (new_buffers, aux))" if has_aux else "(loss, new_buffers)"
         raise TypeError(
-            f"the loss returned a {type(out).__name__}; expected {wanted}, because buffers are "
+            f"the loss returned {reprs.kind(out)}; expected {wanted}, because buffers are "
             f"configured and has_aux={has_aux}."
         )
     return (out[0], *out[1]) if has_aux else (*out, ())

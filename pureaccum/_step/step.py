@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from .._base import checks, trees
+from .._base import checks, reprs, trees
 from .._base.settings import records
 from .._base.torch_internals import autograd, modes
 from .._core import auto_size, batches, buckets, precision, reductions, seams, structures, writes
@@ -221,11 +221,12 @@ def _check_parts(
     reductions.check_reduce(aux_reduction, "aux_reduction")
     check_policy(buffers)
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of (params, batch).")
+        came = reprs.of_value(loss_fn)
+        raise TypeError(f"loss_fn is {came}; expected a function of (params, batch).")
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(
-            f"loss_scale is {loss_scale!r}; expected dynamic_loss_scale(), static_loss_scale(...) "
-            "or None."
+            f"loss_scale is {reprs.of_value(loss_scale)}; expected dynamic_loss_scale(), "
+            "static_loss_scale(...) or None."
         )
     if group is not None:
         buckets.group_of(group)

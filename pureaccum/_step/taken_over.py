@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, named_leaves, states, trees
+from .._base import checks, named_leaves, reprs, states, trees
 from .._optim import from_torch, optimizers
 from . import loss_scale
 from .state import TrainState
@@ -239,7 +239,7 @@ def _visited(
         *maps, last = node
         return (*maps, _visited(last, names, f"{root}[{len(maps)}]", visit))
     raise ValueError(
-        f"{root} is a {type(node).__name__}, which has no counterpart in torch; expected a state "
+        f"{root} is {reprs.kind(node)}, which has no counterpart in torch; expected a state "
         "of sgd, adam, adamw or from_torch, or of a chain or partition of these."
     )
 

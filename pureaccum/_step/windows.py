@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._base import checks, states, trees
+from .._base import checks, reprs, states, trees
 from .._base.torch_internals import modes
 from .._core import batches, ledger, reductions, seams, structures, terms, windows, writes
 from .._core.accumulator import updated
@@ -181,7 +181,7 @@ def step_over_stream(
         microbatches, Iterable
     ):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"microbatches is a {type(microbatches).__name__}; expected an iterable of "
+            f"microbatches is {reprs.kind(microbatches)}; expected an iterable of "
             "microbatches, such as a list that windows(loader, k) gave. Pass a batch to "
             "step(state, batch), or here as microbatches(batch, size)."
         )

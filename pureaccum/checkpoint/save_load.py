@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import claims, dtensors, trees
+from .._base import claims, dtensors, reprs, trees
 from .._base.torch_internals import modes
 from . import file_format, shards
 from .files import Path, read_piece, tile, whole_file, write_file
@@ -151,14 +151,14 @@ def _leaf(x: Any, name: str, root: str) -> Any:
         return x
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{_named(name, root)} is a {type(x).__name__}; expected a tensor, or a Python bool, "
+            f"{_named(name, root)} is {reprs.kind(x)}; expected a tensor, or a Python bool, "
             "int, float or str. Functions, modules and arrays of other libraries cannot be saved."
         )
     dtype = x.dtype  # a donated tensor raises here, and says that it is one
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     if not plain and not dtensors.is_sharded(x):
         raise TypeError(
-            f"{_named(name, root)} is a {type(x).__name__}, a tensor that may hold its numbers "
+            f"{_named(name, root)} is {reprs.kind(x)}, a tensor that may hold its numbers "
             "anywhere; expected a plain tensor or a DTensor."
         )
     here = x if plain else dtensors.local(x)

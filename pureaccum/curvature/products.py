@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import checks, trees
+from .._base import checks, reprs, trees
 from .._base.torch_internals import functorch, modes
 from .._core import differences
 from .._core.losses import Reduction, read, sane
@@ -352,7 +352,7 @@ def _of_rows(out: Any) -> list[Tensor]:
     """The losses of samples, and their weights if they have some."""
     total, *weights = out if isinstance(out, Weighted) else [out]
     if not isinstance(total, Tensor) or total.dim() != 1 or not total.is_floating_point():
-        came = tuple(total.shape) if isinstance(total, Tensor) else f"a {type(total).__name__}"
+        came = tuple(total.shape) if isinstance(total, Tensor) else reprs.kind(total)
         raise ValueError(
             f"losses returned {came}; expected a floating-point tensor of shape (rows,), the loss "
             "of each row. Use reduction='none', and not their mean."

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import checks, trees
+from .._base import checks, reprs, trees
 
 
 def assert_trees_bitwise_equal(got: trees.Tree, want: trees.Tree) -> None:
@@ -389,7 +389,7 @@ def _check_bound(name: str, bound: Any) -> Any:
         near = float(bound)
         bound = near if near <= bound else math.nextafter(near, -math.inf)  # never in favour
     if not _is_number(bound) or (limits := _on_cpu(bound)).is_complex():
-        raise ValueError(f"{name} is a {type(bound).__name__}; expected numbers.")
+        raise ValueError(f"{name} is {reprs.kind(bound)}; expected numbers.")
     if not bool((limits >= 0).all()):
         bad = limits[~(limits >= 0)][0].item()
         raise ValueError(f"{name} is {bad!r}; no bound may be negative or NaN.")

@@ -124,12 +124,44 @@ def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine, size):
         step(state, X)
 
 
+def without_graph(p, x):
+    with torch.no_grad():
+        return of_given(p, x)
+
+
+of_given = lambda p, x: torch.func.functional_call(NET, p, (x,)).square().mean()  # noqa: E731
+HELD = {name: x.detach().clone() for name, x in NET.named_parameters()}
+INDEPENDENT = {
+    "no_grad": without_graph,
+    "detach": lambda p, x: of_given(p, x).detach(),
+    "item": lambda p, x: torch.tensor(of_given(p, x).item()),
+    "others": lambda p, x: of_given(HELD, x),
+    "accuracy": lambda p, x: (of_given(p, x) > 0).float(),
+}
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_a_loss_that_depends_on_no_parameter_would_train_nothing(name, engine):
+    """torch.func.grad gives zeros, torch.autograd.grad raises."""
+    params, loss = pa.functional(NET).params, INDEPENDENT[name]
+    words = "depends on none of the parameters", "fn.params", "detach()"
+    for size in (None, 2):
+        with refused(ValueError, *words, given=(NET, params)):
+            pa.grad(loss, microbatch_size=size, engine=engine)(params, X)
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, engine=engine)
+        state = step.init(params)
+        with refused(ValueError, *words, given=(NET, state)):
+            step(state, X)
+
+
 DEPENDING = {
     "a constant": lambda p, x: torch.ones(()),
     "a teacher": lambda p, x: (NET(x) - x @ p["weight"].T).square().mean(),
     "functional_call": lambda p, x: torch.func.functional_call(NET, p, (x,)).square().mean(),
     "a constant beside a call": lambda p, x: 0 * torch.func.functional_call(NET, p, (x,)).sum() + 1,
-    "a frozen module": lambda p, x: FROZEN(x).square().mean(),
+    "a frozen module": lambda p, x: (FROZEN(x) * p["bias"]).square().mean(),
+    "tensors of another shape": lambda p, x: x.square().mean(),
 }
 FROZEN = torch.nn.Linear(2, 1).requires_grad_(False)
 
@@ -273,7 +305,7 @@ NOT_REDUCED = {
     "a stacked word": ("stack", lambda x: "rows", ValueError, ("is a str", "a tensor", "'last'")),
     "a summed word": ("sum", lambda x: "rows", TypeError, ("is a str", "no sum", "'last'")),
     "the mean of a word": ("mean", lambda x: "rows", TypeError, ("is a str", "no mean", "'last'")),
-    "the sum of an object": ("sum", lambda x: object(), TypeError, ("is a object", "no sum")),
+    "the sum of an object": ("sum", lambda x: object(), TypeError, ("is an object", "no sum")),
 }
 # Good in the first microbatch, of two samples; not in the last, of one.
 NOT_ALIKE = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pureaccum as pa
+from pureaccum._base import reprs
 from pureaccum._base.checks import check_same_structure
 from pureaccum.testing import check_accumulation
 from tests.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
@@ -18,7 +19,7 @@ NOT_DIFFERENTIABLE = {
     "int": (W.int(), (" is torch.int32", "floating-point or complex", "another argument")),
     "bool": (W > 0, (" is torch.bool", "floating-point or complex")),
     "Python float": (1.5, (" is a float", "expected a tensor", "functional(module)")),
-    "Python int": (2, (" is a int", "expected a tensor")),
+    "Python int": (2, (" is an int", "expected a tensor")),
     "module": (torch.nn.Linear(1, 1), (" is a Linear", "expected a tensor", "functional(module)")),
     "string": ("w", (" is a str", "expected a tensor")),
 }
@@ -107,7 +108,7 @@ def test_what_is_no_state_of_an_accumulator_is_refused(what, call):
         "merge second": lambda: acc.merge(state, what),
         "finalize": lambda: acc.finalize(what),
     }
-    came = f"the state is a {type(what).__name__}"
+    came = f"the state is {reprs.kind(what)}"
     with refused(TypeError, came, "AccumState", "(state, aux)", given=(state, PARAMS)):
         calls[call]()
 
@@ -161,7 +162,7 @@ class Case(NamedTuple):
 
 
 BATCH, KEY, STRANGE = make_batch(), pa.key(0), object()
-STATE = "state is a object; this step expects the TrainState"
+STATE = "state is an object; this step expects the TrainState"
 BUFFERS = {"n": torch.ones(1)}
 
 
@@ -172,7 +173,7 @@ def of_a_step(name, loss=squares, buffers=None, **options):
     yield name, Case(step, (state, BATCH), STATE)
     yield f"update, {name}", Case(step.update, (state, window, BATCH), STATE)
     yield f"apply, {name}", Case(step.apply, (state, window), STATE)
-    yield f"init, {name}", Case(step.init, (PARAMS, buffers, 0), "params is a object")
+    yield f"init, {name}", Case(step.init, (PARAMS, buffers, 0), "params is an object")
     if options.get("compile"):
         yield f"form, {name}", Case(step.form, (state, BATCH), STATE)
 
@@ -189,28 +190,28 @@ def cases():
         ("accumulator", pa.accumulator(squares)),
         ("accumulator of samples", pa.per_sample_accumulator(squares)),
     ):
-        yield name, Case(acc.update, (acc.init(PARAMS), PARAMS, BATCH), "the state is a object")
+        yield name, Case(acc.update, (acc.init(PARAMS), PARAMS, BATCH), "the state is an object")
     step = pa.make_step(squares, pa.sgd(0.1))
     yield (
         "memory_report",
-        Case(pa.memory_report, (step, step.init(PARAMS), BATCH), "step is a object"),
+        Case(pa.memory_report, (step, step.init(PARAMS), BATCH), "step is an object"),
     )
-    yield "grad", Case(pa.grad(squares), (PARAMS, BATCH), "args[0] is a object")
+    yield "grad", Case(pa.grad(squares), (PARAMS, BATCH), "args[0] is an object")
     yield "grad, cut", Case(pa.grad(squares, microbatch_size=2), (PARAMS, BATCH), "args[0] is")
-    yield "samples", Case(pa.per_sample_grad(squares), (PARAMS, BATCH), "params is a object")
+    yield "samples", Case(pa.per_sample_grad(squares), (PARAMS, BATCH), "params is an object")
     fn = pa.functional(torch.nn.Linear(2, 1))
-    yield "functional", Case(fn.apply, (fn.params, fn.buffers, BATCH["x"]), "params is a object")
+    yield "functional", Case(fn.apply, (fn.params, fn.buffers, BATCH["x"]), "params is an object")
     none = "batch holds no tensor (object)"
     yield "microbatches", Case(pa.microbatches, (BATCH, 2), none)
-    yield "windows", Case(pa.windows, ([BATCH], 2), "loader is a object")
+    yield "windows", Case(pa.windows, ([BATCH], 2), "loader is an object")
     yield ("shard_batch", Case(pa.distributed.shard_batch, (BATCH, 0, 2), none))
     yield "fold_in", Case(pa.fold_in, (KEY, 1), "key is <object")
-    yield "dropout", Case(pa.dropout, (torch.ones(2), 0.5, KEY), "x is a object")
+    yield "dropout", Case(pa.dropout, (torch.ones(2), 0.5, KEY), "x is an object")
     yield "normal", Case(pa.normal, (KEY, (2,)), "key is <object")
     scale = pa.dynamic_loss_scale()
     yield (
         "loss scale",
-        Case(scale.update, (scale.init(), torch.tensor(True)), "state is a object"),
+        Case(scale.update, (scale.init(), torch.tensor(True)), "state is an object"),
     )
     yield "check", Case(check_accumulation, (squares, PARAMS, BATCH), "loss_fn is of type object")
 

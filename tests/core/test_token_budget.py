@@ -123,7 +123,7 @@ def test_more_ranks_than_rows_leave_some_without():
         ([3, -1], {}, ValueError, r"lengths\[1\] is -1"),
         ([3, 1.5], {}, TypeError, r"lengths\[1\] is 1.5"),
         ([3, True], {}, TypeError, r"lengths\[1\] is True"),
-        (3, {}, TypeError, "lengths is a int"),
+        (3, {}, TypeError, "lengths is an int"),
         (torch.ones(2), {}, TypeError, "torch.float32; expected one integer per sample"),
         (torch.ones(2, 2, dtype=torch.bool), {}, TypeError, r"mask.sum\(1\)"),
         ([3], {"max_tokens": 0}, ValueError, "max_tokens is 0"),

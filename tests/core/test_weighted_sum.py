@@ -559,7 +559,7 @@ REFUSED = {
     "weights that are none": (
         lambda w, b: in_parts_of(loss, w, b, weights=3),
         TypeError,
-        ("weights is a int", "expected a list of numbers"),
+        ("weights is an int", "expected a list of numbers"),
     ),
     "a term left out": (
         lambda w, b: pa.grad(uneven, microbatch_size=3, check=False)(

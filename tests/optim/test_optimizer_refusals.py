@@ -11,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import pureaccum as pa
+from pureaccum._base import reprs
 from pureaccum._optim import updates
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import generator
@@ -96,13 +97,17 @@ def parts():
         (Count(), "a Count"),
         (None, "a NoneType"),
         (0.1, "a float"),
-        (pa.sgd, "a function"),
         (Count, "the class Count"),
         (torch.nn.Linear(1, 1), "a Linear"),
     ):
         for take, name in takers(given):
             words = (f"{name} is {came}", "init(params)", "apply(grads, state, params)")
             yield take, TypeError, (*words, "chain(*maps, optimizer)")
+    for take, name in takers(pa.sgd):
+        yield take, TypeError, (f"{name} is the function sgd", "sgd(...)")
+    for make, given in product((pa.sgd, *ADAMS), (torch.nn.Linear(1, 1), (x for x in ()))):
+        words = (f"lr is {reprs.kind(given)}", "functional(module).params", "init")
+        yield partial(make, given), TypeError, words
     for take, name in takers(Polyak):
         yield take, TypeError, (f"{name} is the class Polyak",)
     words = ("chain got no parts", "gradient maps and, last, an optimizer")
@@ -111,7 +116,7 @@ def parts():
         words = (f"part 0 of chain is {came}", "a gradient map", "update(grads")
         yield partial(pa.chain, part, pa.sgd(0.1)), TypeError, words
     for part in (pa.sgd(0.1), Polyak()):
-        words = (f"part 1 of chain is a {type(part).__name__}",)
+        words = (f"part 1 of chain is {reprs.kind(part)}",)
         run = partial(pa.chain, Count(), part, pa.sgd(0.1))
         yield run, TypeError, (*words, "Pass an optimizer last")
     words = ("part 0 of chain is the class Count",)
@@ -182,7 +187,7 @@ def misfits():
     for opt, name in STATEFUL.values():
         state, kind = opt.init(params), type(opt.init(PARAMS)).__name__
         for other in (None, (), {}, 3, pa.accumulator(lambda p, x: p).init(PARAMS)):
-            words = (f"state is a {type(other).__name__}", kind, OTHER)
+            words = (f"state is {reprs.kind(other)}", kind, OTHER)
             yield opt, (PARAMS, other, PARAMS), TypeError, words
         for path, changed in (
             ("['w']", {"w": torch.ones(2, 2)}),
@@ -213,16 +218,16 @@ def misfits():
         grads = params | {"w": params["w"] * 1j}
         yield opt, (grads, opt.init(params), params), TypeError, words
     for opt, other, came, expected in (
-        (pa.sgd(0.1), pa.adam(0.1), "AdamState", "sgd expects the SGDState"),
-        (pa.adam(0.1), pa.sgd(0.1), "SGDState", "adam expects the AdamState"),
+        (pa.sgd(0.1), pa.adam(0.1), "an AdamState", "sgd expects the SGDState"),
+        (pa.adam(0.1), pa.sgd(0.1), "a SGDState", "adam expects the AdamState"),
         (
             pa.from_torch(torch.optim.SGD),
             pa.sgd(0.1),
-            "SGDState",
+            "a SGDState",
             "from_torch(SGD) expects the TorchState",
         ),
     ):
-        words = (f"state is a {came}", expected)
+        words = (f"state is {came}", expected)
         yield opt, (PARAMS, other.init(params), params), TypeError, words
     rates = ((0.1, torch.tensor(0.1)), (pa.constant(0.1), 0.2))
     for make, (ours, theirs) in product((pa.sgd, *ADAMS), rates):
@@ -243,8 +248,8 @@ def misfits():
     yield adam, (one, adam.init(params), params), ValueError, ("grads", yet)
     chain = pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1))
     for state in ((), ((),), ((), (), ()), [(), ()], {}, None):
-        came = f"tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
-        words = (f"state is a {came}", "a chain of 2 parts", OTHER)
+        came = f"a tuple of {len(state)}" if isinstance(state, tuple) else reprs.kind(state)
+        words = (f"state is {came}", "a chain of 2 parts", OTHER)
         yield chain, (PARAMS, state, params), TypeError, words
     parts = pa.partition({"a": pa.sgd(0.1), "z": pa.adam(0.1)}, lambda path: "az"[path == "w"])
     state = parts.init(params)
@@ -384,12 +389,12 @@ OTHERS = {
     "loses": (
         ValueError,
         a_map(lambda grads: {"w": grads["w"]}),
-        ("its grads['b'] is missing", "update of a Other"),
+        ("its grads['b'] is missing", "update of an Other"),
     ),
     "counts": (
         TypeError,
         a_map(lambda grads: grads | {"b": 1.0}),
-        ("its grads['b'] is a float", "update of a Other"),
+        ("its grads['b'] is a float", "update of an Other"),
     ),
     "turns": (
         TypeError,
@@ -415,7 +420,7 @@ OTHERS = {
     "reads": (
         TypeError,
         an_optimizer(lambda params, state: (params, state | {"count": 1})),
-        ("the result of apply[1]['count'] is a int", HAS_TO),
+        ("the result of apply[1]['count'] is an int", HAS_TO),
     ),
 }
 

@@ -198,7 +198,7 @@ RETURNED = {
     "nothing": (lambda b: None, ValueError, ("new_buffers['n'] is missing", "leaves: got 0")),
     "one less": (lambda b: {"n": b["n"]}, ValueError, ("new_buffers['x'] is missing",)),
     "one more": (lambda b: {**b, "z": b["n"]}, ValueError, ("new_buffers['z'] is not in buffers",)),
-    "a number": (lambda b: {**b, "n": 3}, TypeError, ("new_buffers['n'] is a int",)),
+    "a number": (lambda b: {**b, "n": 3}, TypeError, ("new_buffers['n'] is an int",)),
     "shape": (lambda b: {**b, "x": b["x"][:1]}, ValueError, ("['x'] has shape (1,)", "(2,)")),
     "dtype": (lambda b: {**b, "n": b["n"] + 0.5}, ValueError, ("['n'] is torch.float32", "int64")),
     "a pair": (lambda b: (b, X), ValueError, ("new_buffers",)),

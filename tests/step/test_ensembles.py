@@ -85,7 +85,7 @@ STACKED = {
     "another shape": ([{"a": x}, {"a": x}, {"a": y}], ("trees[2]['a']", "(3,)", "(2,)")),
     "another dtype": ([[x, x], [x, x.double()]], ("trees[1][1]", "float64", "float32")),
     "a number": ([{"a": x}, {"a": 1.0}], ("trees[1]['a'] is a float", "float32 tensor")),
-    "numbers alone": ([{"a": 1}, {"a": 1}], ("trees[0]['a'] is a int", "expected a tensor")),
+    "numbers alone": ([{"a": 1}, {"a": 1}], ("trees[0]['a'] is an int", "expected a tensor")),
     "a tensor": (torch.ones(2, 2), ("trees", "Tensor")),
     "a dict": ({"a": x}, ("trees", "dict")),
 }
@@ -93,7 +93,7 @@ UNSTACKED = {
     "0-d": ({"a": x, "b": x[0]}, ("tree['b']", "shape ()", "dim 0")),
     "0-d first": ({"a": x[0], "b": x}, ("tree['a']", "shape ()", "dim 0")),
     "another length": ([x, (x, y)], ("tree[1][1]", "(3,)", "one row per member")),
-    "a number beside": ({"a": x, "b": 2}, ("tree['b'] is a int", "expected a tensor")),
+    "a number beside": ({"a": x, "b": 2}, ("tree['b'] is an int", "expected a tensor")),
     "no leaf": ((), ("no leaves",)),
 }
 

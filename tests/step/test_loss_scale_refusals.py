@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import pureaccum as pa
+from pureaccum._base import reprs
 from tests.refusals import refused
 
 
@@ -68,7 +69,7 @@ def test_bounds_that_cross_and_a_first_scale_outside_of_them_are_refused(first, 
 @KINDS
 @pytest.mark.parametrize("state", [None, torch.tensor(2.0), (2.0, 0, 1), {"scale": 2.0}])
 def test_what_is_no_state_of_a_loss_scale_is_refused(loss_scale, state):
-    words = (f"state is a {type(state).__name__}", "expects the LossScaleState", "init")
+    words = (f"state is {reprs.kind(state)}", "expects the LossScaleState", "init")
     for call in (
         lambda: loss_scale.scale(state, torch.ones(())),
         lambda: loss_scale.unscale(state, {"w": torch.ones(2)}),

@@ -63,7 +63,7 @@ def made():
         yield partial(make, adamw), TypeError, *words
         yield lambda it=adamw: make(pa.chain(clip, it)), TypeError, *words
         yield lambda it=adamw: make(pa.partition({"all": it}, lambda _: "all")), TypeError, *words
-    for optimizer, came in ((clip, "a GradientMap"), (pa.sgd, "a function"), (0.1, "a float")):
+    for optimizer, came in ((clip, "a GradientMap"), (0.1, "a float")):
         words = f"optimizer is {came}", "init(params)", "chain(*maps, optimizer)"
         yield partial(make, optimizer), TypeError, *words
     for takes in (make, partial(pa.value, squares)):
@@ -96,7 +96,7 @@ def begun():
         yield partial(threading().init, PARAMS, **absent), ValueError, *words
     words = "make_step does not know how", "'freeze'", "'sequential'", "'pooled'"
     yield partial(make().init, PARAMS, BUFFERS), ValueError, *words
-    words = "buffers['count'] is a int", "tensor"
+    words = "buffers['count'] is an int", "tensor"
     yield partial(threading().init, PARAMS, {"count": 1}), TypeError, *words
     init = make().init
     yield partial(init, {}), ValueError, "params has no leaves"
@@ -213,7 +213,7 @@ SCHEDULED = pa.sgd(pa.constant(0.1))
 OF_A, OF_B = (pa.partition({name: SGD}, lambda _, name=name: name) for name in "ab")
 OPTIMIZERS = [
     (ADAM, SGD, TypeError, "a SGDState", "AdamState"),
-    (SGD, ADAM, TypeError, "a AdamState", "SGDState"),
+    (SGD, ADAM, TypeError, "an AdamState", "SGDState"),
     (MOMENTUM, SGD, ValueError, "momentum['b'] is missing"),
     (SGD, SCHEDULED, ValueError, "state.lr is ()", "lr=0.1"),
     (SCHEDULED, SGD, ValueError, "state.lr is tensor(0.1", "schedule"),
@@ -277,7 +277,12 @@ NORM = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
 OF_ANOTHER = "grads['w'] has shape (3,)", "(2,)", "that init made from these params"
 # What a step is given in place of its own window, and what it says.
 WINDOWS = {
-    "accumulator": (lambda w, step: w.accum, TypeError, "the window is a AccumState", "StepWindow"),
+    "accumulator": (
+        lambda w, step: w.accum,
+        TypeError,
+        "the window is an AccumState",
+        "StepWindow",
+    ),
     # what update returns with has_aux
     "and aux": (lambda w, _: (w, {"aux": 1}), TypeError, "the window is a tuple", "StepWindow"),
     "None": (lambda w, _: None, TypeError, "the window is a NoneType", "StepWindow"),
