@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._base import containers, dtensors, refusals, trees
+from .._base import containers, dtensors, refusals, reprs, trees
+from .._base.torch_internals import autograd
 from . import terms
 from .weighted import Weighted, WeightedSum, checked_total, checked_weight, counts, describe, sane
 
@@ -197,6 +198,43 @@ def settled(aux: trees.Tree) -> trees.Tree:
         return mean_of(*terms_of(x, lambda: "aux")).to(dtype_of_mean(x)) if is_weighted(x) else x
 
     return optree.tree_map(mean, aux, is_leaf=is_weighted, namespace=trees.NAMESPACE)
+
+
+def check_depends(
+    out: Any, leaves: list[Any], trained: Sequence[nn.Module], uses: Callable[..., bool] | None
+) -> None:
+    """Raise for a loss of other parameters than it gets, and for a weight that depends on these.
+
+    ``trained`` are modules that it called with parameters of their own, and ``uses`` says whether
+    it used any leaves, or others of their shapes.
+    """
+    loss = out[0] if type(out) is tuple and out else out
+    one = [loss] if isinstance(loss, Weighted) else []
+    means = loss.terms if isinstance(loss, WeightedSum) else one
+    for weight in (x.weight for x in means):
+        if isinstance(weight, Tensor) and autograd.leads_to(weight, leaves):
+            raise ValueError(
+                "the weight of Weighted depends on the parameters, but a gradient treats a weight "
+                "as a constant. If that is right, pass weight.detach(). Otherwise compute total "
+                "and weight with pa.microbatch(..., reduce='sum'), and divide them."
+            )
+    totals = [x.total for x in means] or trees.tree_leaves(out)[:1]
+    totals = [x for x in totals if isinstance(x, Tensor)]
+    if not totals or any(autograd.leads_to(x, leaves) for x in totals):
+        return
+    begins = "the loss depends on none of the parameters that it gets"
+    if trained:
+        raise ValueError(
+            f"{begins}, but calls {reprs.kind(trained[0])} with its own. Call it with the given "
+            "ones: functional(net).apply(params, buffers, x), or functional_call(net, params, "
+            "(x,)). For a module that is not trained, set requires_grad_(False)."
+        )
+    if uses is not None and totals[0].is_floating_point() and uses(leaves):
+        raise ValueError(
+            f"{begins}, so its gradient is zero. Likely causes: it uses other parameters in place "
+            "of its first argument (fn.params, for example), or torch.no_grad(), .detach() or "
+            ".item() cut the graph."
+        )
 
 
 def advising(func: Callable[..., Any], *batches: int | str, wrt: tuple[int, ...] = (0,)) -> Any:

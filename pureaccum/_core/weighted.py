@@ -25,8 +25,9 @@ class Weighted(NamedTuple):
     total if that is a non-zero number (for example a sum over all anchors, divided by the number of
     positives). Otherwise it adds exactly nothing, even if its total is NaN. A batch of weight zero
     has the value NaN, and a step over it is not applied. The gradient treats the weight as a
-    constant. An outer transform (a meta-gradient with respect to sample weights) differentiates
-    through it.
+    constant, and one that depends on the parameters raises: pass ``weight.detach()`` if that is
+    meant. An outer transform (a meta-gradient with respect to sample weights) differentiates
+    through the weight.
 
     ``number * Weighted``, ``-Weighted`` and ``Weighted / number`` scale the total. A sum of several
     is a loss too, in which each term is a mean over its own weight::

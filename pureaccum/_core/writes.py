@@ -25,11 +25,10 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from .._base import checks, deterministic, dtensors, observation, reprs, states, trees
+from .._base import checks, deterministic, dtensors, observation, states, trees
 from .._base.torch_internals import autograd, kernels, module_slots, operations
 from .._base.torch_internals.modes import dispatched, transform_active, unnoticed
-from . import called_modules, closures, coupling
-from .weighted import WeightedSum
+from . import called_modules, closures, coupling, losses
 
 
 class Known:
@@ -233,32 +232,6 @@ class _Guard:
         self.known.kinds.add(_kind(self.known, self.decides))
 
 
-def _check_depends(out: Any, given: list[Any], observer: "_Observer") -> None:
-    """Raise for a loss that uses parameters, those that it gets or others, but depends on none."""
-    loss = out[0] if type(out) is tuple and out else out
-    several = isinstance(loss, WeightedSum)
-    totals = [x.total for x in loss.terms] if several else trees.tree_leaves(out)[:1]
-    totals = [x for x in totals if isinstance(x, Tensor)]
-    recorded = torch.is_grad_enabled() or transform_active()
-    if not recorded or not totals or any(autograd.leads_to(x, given) for x in totals):
-        return
-    begins = "the loss depends on none of the parameters that it gets"
-    if observer.trained:
-        raise ValueError(
-            f"{begins}, but calls {reprs.kind(observer.trained[0])} with its own. Call it with the "
-            "given ones: functional(net).apply(params, buffers, x), or functional_call(net, "
-            "params, (x,)). For a module that is not trained, set requires_grad_(False)."
-        )
-    # that of a product with curvature is flat where the loss is linear
-    plain = totals[0].is_floating_point() and not closures.is_ours(observer.known.loss())
-    if plain and observer.uses(given):
-        raise ValueError(
-            f"{begins}, so its gradient is zero. Likely causes: it uses other parameters in place "
-            "of its first argument (fn.params, for example), or torch.no_grad(), .detach() or "
-            ".item() cut the graph."
-        )
-
-
 def _kind(known: Known, given: tuple[Given, ...]) -> Any:
     looks = [_looks_of(x) for each in given for x in each.leaves]
     modes = [module.training for at in known.modules if (module := at()) is not None]
@@ -295,7 +268,9 @@ def _goes_well(
     if observer.refused:  # even if the loss has caught it
         raise observer.refused[0]
     if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
-        _check_depends(out, args[0], observer)
+        ours = closures.is_ours(known.loss())  # a product with curvature may be flat
+        if torch.is_grad_enabled() or transform_active():
+            losses.check_depends(out, args[0], observer.trained, None if ours else observer.uses)
     _add(known.captured, [x for at, x in observer.alive.items() if at not in observer.names])
     _add(known.modules, observer.modules)
     _add(known.themselves, observer.themselves)

@@ -155,6 +155,31 @@ def test_a_loss_that_depends_on_no_parameter_would_train_nothing(name, engine):
             step(state, X)
 
 
+def by_learned_weights(p, x, detach=False):
+    weight = torch.func.functional_call(NET, p, (x,)).sigmoid()
+    divisor = weight.sum().detach() if detach else weight.sum()
+    return pa.Weighted((weight * x[:, :1]).sum(), divisor)
+
+
+LEARNED = {
+    "one": by_learned_weights,
+    "a term": lambda p, x: pa.Weighted(len(x) * of_given(p, x), len(x)) + by_learned_weights(p, x),
+}
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_weight_that_depends_on_parameters_is_refused(name, engine):
+    """Its derivative would be left out: the value is a quotient, and the gradient would not be."""
+    params, loss = pa.functional(NET).params, LEARNED[name]
+    words = "the weight of Weighted depends on the parameters", "weight.detach()", "pa.microbatch"
+    for size in (None, 2):
+        with refused(ValueError, *words, given=(NET, params)):
+            pa.grad(loss, microbatch_size=size, engine=engine)(params, X)
+    pa.grad(partial(by_learned_weights, detach=True), microbatch_size=2, engine=engine)(params, X)
+    pa.value(loss, microbatch_size=2)(params, X)
+
+
 DEPENDING = {
     "a constant": lambda p, x: torch.ones(()),
     "a teacher": lambda p, x: (NET(x) - x @ p["weight"].T).square().mean(),
