@@ -211,34 +211,6 @@ sizes = pytest.mark.parametrize("size", [None, 2])
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
-def self_weighted(params, batch):
-    """A weight that depends on the parameters."""
-    gate = torch.sigmoid(batch["x"] @ params["w"]).mean(-1)
-    return pa.Weighted((gate.detach() * row_losses(params, batch)).sum(), gate.sum())
-
-
-@sizes
-@engines
-def test_the_weight_is_a_constant_of_the_gradient_itself(size, engine):
-    """``grad(total) / weight``; the derivative of that knows what the weight depends on."""
-    (params, _, _), (batch, *_) = make(3)
-    both = pa.grad_and_value(self_weighted, microbatch_size=size, engine=engine)
-
-    def by_hand(params):
-        total, weight = self_weighted(params, batch)
-        slope = grad(lambda p: self_weighted(p, batch).total)(params)
-        return map_(lambda g: g / weight, slope), total / weight
-
-    want = by_hand(params)
-    Problem.compare(both(params, batch), want, [want])
-    other = grad(lambda p: by_hand(p)[1])(params)
-    assert (other["w"] - want[0]["w"]).norm() > 0.01 * want[0]["w"].norm()
-    if engine == "func":
-        functions = (lambda p: both(p, batch), by_hand)
-        got, want = (jvp(f, (params,), (tangent(params),)) for f in functions)
-        Problem.compare(got, want, [want])
-
-
 @sizes
 @engines
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
