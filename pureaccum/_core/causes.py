@@ -62,8 +62,10 @@ CAUSES = {
         ),
         Cause(
             "several means",
-            "no single weight makes it a mean: it adds means over different things, or divides a "
-            "total by a count that leaves out some samples",
+            "no single weight makes it a mean: it adds means over different things, divides a "
+            "total by a count that leaves out some samples, or is a function of a mean, such as "
+            "its root (then apply that function to pa.microbatch(..., reduce='mean'), in a loss "
+            "that is not cut)",
             "return pa.Weighted(a.sum(), len(a)) + pa.Weighted(b.sum(), mask.sum())  # each term "
             "over its own count",
         ),
