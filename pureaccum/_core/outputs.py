@@ -111,7 +111,7 @@ class Outputs:
         for n, part in enumerate(self.parts.of(out, f" for microbatch {p}")):
             if not reductions.is_reducer(part.reduction):
                 for i, x in enumerate(part.leaves):
-                    taken += self.take_leaf(p, n, i, x, keeps, repeated)
+                    taken += self.take_leaf(p, n, i, x, keeps)
             elif not repeated:
                 self.reduce_part(p, n, part.reduction, part.leaves[0])
         outs, cuts, groups = zip(*taken, strict=True) if taken else ((), (), ())
@@ -129,9 +129,7 @@ class Outputs:
         plain = all(isinstance(look, reductions.Look) for look in looks) and "last" not in chosen
         return Alike(trees.flatten(out)[1], looks, chosen) if plain else None
 
-    def take_leaf(
-        self, p: int, n: int, i: int, x: Any, keeps: list[Tensor], repeated: bool
-    ) -> list[Taken]:
+    def take_leaf(self, p: int, n: int, i: int, x: Any, keeps: list[Tensor]) -> list[Taken]:
         """What is taken of leaf ``i`` below reduction ``n`` of one microbatch."""
         reduction, like = self.parts.looks[n].reduction, self.parts.looks[n].leaves[i]
         if isinstance(x, Weighted):
@@ -143,8 +141,8 @@ class Outputs:
             x = torch.tensor(x, dtype=reductions.dtype_of_number(x))
         if isinstance(x, Tensor):
             self.parts.check(x, n, i, self.sizes[p], self.dim)
-            if reduction == "last" and repeated and p + 1 < len(self.sizes):
-                x = torch.zeros_like(x)
+            if reduction == "last" and p + 1 < len(self.sizes):
+                x = torch.zeros_like(x)  # which leads to nothing, in each run
             return [(*self.cut(p, x, reduction), 0)]
         if x != like:
             raise TypeError(

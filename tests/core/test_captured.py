@@ -301,3 +301,27 @@ def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(name, r
     gradient = grad(lambda w: total_of(name, reduction, c, w).sin())(w)
     with saying(RuntimeError, "did not use a captured tensor"):
         gradient.sum().backward()
+
+
+OF_PARTS = {
+    "sum": lambda outs: sum(outs),
+    "stack": torch.stack,
+    "last": lambda outs: outs[-1],
+}
+
+
+@pytest.mark.parametrize("reduction", OF_PARTS)
+def test_the_first_backward_finds_what_pieces_capture(reduction):
+    """Also where the result depends on one of them alone."""
+    c = torch.tensor([1.0, 2, 3]).double()
+    options = {"microbatch_size": 4, "reduce": reduction, "batch_argnums": 0}
+
+    def plain(func):
+        return OF_PARTS[reduction]([func(x) for x in RISING.split(4)])
+
+    found = []
+    for run in (lambda func: pa.microbatch(func, **options)(RISING), plain):
+        own = leaf(c)
+        run(lambda x, own=own: (own * x).sum()).square().sum().backward()
+        found.append(own.grad)
+    assert torch.equal(*found)
