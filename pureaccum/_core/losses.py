@@ -229,7 +229,10 @@ def check_depends(
             "ones: functional(net).apply(params, buffers, x), or functional_call(net, params, "
             "(x,)). For a module that is not trained, set requires_grad_(False)."
         )
-    if uses is not None and totals[0].is_floating_point() and uses(leaves):
+    plain = [x for x in totals if x.is_floating_point() and not x.dim()]
+    # an exact zero may stand for a microbatch in which nothing counts
+    counting = any(trees.known(x) != 0 for x in plain)
+    if uses is not None and counting and uses(leaves):
         raise ValueError(
             f"{begins}, so its gradient is zero. Likely causes: it uses other parameters in place "
             "of its first argument (fn.params, for example), or torch.no_grad(), .detach() or "

@@ -186,6 +186,8 @@ DEPENDING = {
     "functional_call": lambda p, x: torch.func.functional_call(NET, p, (x,)).square().mean(),
     "a constant beside a call": lambda p, x: 0 * torch.func.functional_call(NET, p, (x,)).sum() + 1,
     "a frozen module": lambda p, x: (FROZEN(x) * p["bias"]).square().mean(),
+    "nothing that counts": lambda p, x: of_given(p, x) if x.sum() < 0 else torch.zeros(()),
+    "a Weighted of nothing": lambda p, x: (of_given(p, x), pa.Weighted(torch.zeros(()), 0))[1],
     "tensors of another shape": lambda p, x: x.square().mean(),
 }
 FROZEN = torch.nn.Linear(2, 1).requires_grad_(False)
