@@ -176,10 +176,9 @@ def per_sample_accumulator(  # noqa: D417
             ``noise_scale``.
 
     Returns:
-        As for ``accumulator``: ``init(params)``; ``update(state, params, *args, donate=False)``,
-        which returns the state, or ``(state, aux)``, ``(state, metrics)`` or
-        ``(state, (aux, metrics))`` if there are any; ``merge(a, b)``; and
-        ``finalize(state) -> (reduced gradients, value)``.
+        The four functions of ``accumulator``. ``update(state, params, *args, donate=False)``
+        returns the state, or ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))``
+        if there are any, and ``finalize(state)`` returns ``(reduced gradients, value)``.
 
     Example:
         >>> acc = per_sample_accumulator(lambda w, x: (w * x) ** 2, transform="sign", reduce="sum")
