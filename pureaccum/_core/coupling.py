@@ -9,8 +9,8 @@ in the loss's own dtypes, and in float64 of the larger sizes of both: there roun
 what is coupled is as far off. No threshold in the loss's own dtypes separates the two. A miss that
 a share of 1e-12 in a leaf explains, as in a chaotic loss, is none.
 
-Of a batch at hand, a part of the microbatch and a part of the far end of the batch are asked about
-too: samples that weigh alike may lie side by side.
+Where the whole batch is at hand, a part of the microbatch is also compared with samples of the far
+end of the batch, because samples that weigh alike may lie side by side.
 
 Of a loss that draws random numbers the whole is computed once more, too: nothing is drawn in these
 runs. It is asked at calls 1, 2, 4, 8, … about a kind of batch, of another microbatch each time,

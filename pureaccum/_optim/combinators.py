@@ -204,8 +204,8 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> updates.Optimizer:
     if isinstance(optimizer, FunctionType):
         name = optimizer.__name__
         raise TypeError(
-            f"{what} is the function {name}; expected an optimizer, as a call of it may make one: "
-            f"{name}(...)."
+            f"{what} is the function {name}; expected an optimizer. Likely cause: the function was "
+            f"not called. Write {name}(...)."
         )
     if not _has(optimizer, "init", "apply"):
         raise TypeError(

@@ -109,19 +109,23 @@ NET = torch.nn.Linear(2, 1)
 X = torch.ones(4, 2)
 
 
-@pytest.mark.parametrize("engine", ["func", "autograd"])
-@pytest.mark.parametrize("size", [None, 2])
-def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine, size):
-    """The first mistake of a newcomer: a gradient of zero, step after step."""
+def refused_of_net(loss, engine, *words):
+    """By a gradient and by a step, of the whole batch and of microbatches."""
     params = pa.functional(NET).params
-    loss = lambda p, x: NET(x).square().mean()  # noqa: E731
+    for size in (None, 2):
+        with refused(ValueError, *words, given=(NET, params)):
+            pa.grad(loss, microbatch_size=size, engine=engine)(params, X)
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, engine=engine)
+        state = step.init(params)
+        with refused(ValueError, *words, given=(NET, state)):
+            step(state, X)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine):
+    """The first mistake of a newcomer: a gradient of zero, step after step."""
     words = "depends on none of the parameters", "calls a Linear with its own", "functional(net)"
-    with refused(ValueError, *words, given=(NET, params)):
-        pa.grad(loss, microbatch_size=size, engine=engine)(params, X)
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, engine=engine)
-    state = step.init(params)
-    with refused(ValueError, *words, given=(NET, state)):
-        step(state, X)
+    refused_of_net(lambda p, x: NET(x).square().mean(), engine, *words)
 
 
 def without_graph(p, x):
@@ -144,15 +148,8 @@ INDEPENDENT = {
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_a_loss_that_depends_on_no_parameter_would_train_nothing(name, engine):
     """torch.func.grad gives zeros, torch.autograd.grad raises."""
-    params, loss = pa.functional(NET).params, INDEPENDENT[name]
     words = "depends on none of the parameters", "fn.params", "detach()"
-    for size in (None, 2):
-        with refused(ValueError, *words, given=(NET, params)):
-            pa.grad(loss, microbatch_size=size, engine=engine)(params, X)
-        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, engine=engine)
-        state = step.init(params)
-        with refused(ValueError, *words, given=(NET, state)):
-            step(state, X)
+    refused_of_net(INDEPENDENT[name], engine, *words)
 
 
 def by_learned_weights(p, x, detach=False):
@@ -171,13 +168,11 @@ LEARNED = {
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_weight_that_depends_on_parameters_is_refused(name, engine):
     """Its derivative would be left out: the value is a quotient, and the gradient would not be."""
-    params, loss = pa.functional(NET).params, LEARNED[name]
+    params = pa.functional(NET).params
     words = "the weight of Weighted depends on the parameters", "weight.detach()", "pa.microbatch"
-    for size in (None, 2):
-        with refused(ValueError, *words, given=(NET, params)):
-            pa.grad(loss, microbatch_size=size, engine=engine)(params, X)
+    refused_of_net(LEARNED[name], engine, *words)
     pa.grad(partial(by_learned_weights, detach=True), microbatch_size=2, engine=engine)(params, X)
-    pa.value(loss, microbatch_size=2)(params, X)
+    pa.value(LEARNED[name], microbatch_size=2)(params, X)
 
 
 DEPENDING = {
