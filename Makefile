@@ -51,7 +51,7 @@ clean:  ## remove what the other targets made, .venv included
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bench: $(VENV)/installed
-	$(RUN) pip install --quiet -e '.[bench]'
+	$(RUN) pip install --quiet -e '.[dev,bench]'  # with the pins of dev: else torch moves
 	@touch $@
 
 $(VENV)/docs: $(VENV)/installed

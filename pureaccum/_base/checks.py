@@ -7,7 +7,7 @@ passes is returned, as what it stands for: an index as an int, any real number a
 import math
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any, TypeVar, cast
@@ -48,6 +48,15 @@ def check_int(
     if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name} is {shown(number)}; expected {expected}.")
     return number
+
+
+def check_stream(stream: Any, name: str, of: str, advice: str) -> None:
+    """Refuse what is no stream, and a batch, whose parts would pass for the items of one."""
+    is_batch = isinstance(stream, (Tensor, Mapping, str, tuple))
+    if is_batch or not (isinstance(stream, Iterable) or hasattr(stream, "__getitem__")):
+        raise TypeError(
+            f"{name} is {reprs.kind(stream)}; expected a list or another iterable of {of}. {advice}"
+        )
 
 
 def check_number(

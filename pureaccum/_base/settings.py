@@ -29,9 +29,12 @@ class MadeBy(NamedTuple):
 def records(maker: Maker) -> Maker:
     """A maker whose results remember what they were made with."""
     form = signature(maker)
+    first = next(iter(form.parameters))
 
     @wraps(maker)
     def make(*args: Any, **kwargs: Any) -> Any:
+        if args and first in kwargs:  # adamw(net.parameters(), lr=0.1): what is wrong with that?
+            maker(*args, **{name: x for name, x in kwargs.items() if name != first})
         made = maker(*args, **kwargs)
         bound = form.bind(*args, **kwargs)
         bound.apply_defaults()

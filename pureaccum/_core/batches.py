@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import optree
 import torch
+from torch.utils.data import DataLoader
 
 from .._base import checks, dtensors, reprs, sharded_rows, trees
 from .._base.containers import open_tree
@@ -95,11 +96,11 @@ def _check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool)
             f"{name}; expected a tensor. Convert an array with torch.as_tensor(x), which shares "
             "its memory. Pass a value that all samples share in another argument of the function."
         )
-    if hasattr(x, "__next__"):
+    if hasattr(x, "__next__") or isinstance(x, DataLoader):
         raise TypeError(
-            f"{name}, an iterator, which the first microbatch would use up. Pass a tensor or a "
-            "list with one entry per sample. Pass a stream of microbatches to step.window, or to "
-            "update one at a time."
+            f"{name}, which yields items, and is no batch. Pass a tensor or a list with one entry "
+            "per sample. Pass the batches of a loader one at a time, and a stream of microbatches "
+            "to step.window, or to update one at a time."
         )
     if cut and (held := _held_tensor(x)):
         raise TypeError(
@@ -374,12 +375,8 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
         >>> [len(window) for window in windows(range(7), 3)]
         [3, 3, 1]
     """
-    try:
-        rest = iter(loader)
-    except TypeError as error:
-        raise TypeError(
-            f"loader is {reprs.kind(loader)}; expected an iterable of microbatches."
-        ) from error
+    checks.check_stream(loader, "loader", "microbatches", "Cut a batch by microbatches(batch, n).")
+    rest = iter(loader)
     k = check_size(k, "k", "an int of at least 1, the microbatches of a window")
     return iter(lambda: list(itertools.islice(rest, k)), [])
 
@@ -391,8 +388,9 @@ def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int,
         for x, rows in ((leaves[i], " samples"), (leaves[first], ""))
     )
     names = trees.paths(spec, root)
+    stream = " Pass a list of microbatches to step.window." if spec.type is list else ""
     return (
         f"{names[i]} has {came}, but {names[first]} has {expected}. Every tensor of a batch has "
         f"one row per sample along dim {dim}. Pass a tensor that all samples share (class "
-        "weights, a mask of positions) in another argument of the function."
+        f"weights, a mask of positions) in another argument of the function.{stream}"
     )

@@ -166,17 +166,22 @@ def _cause(
     if asked.weighted:
         return CAUSES["weight"], ""
     kind = _kind_of_sum(asked, pieces[0])
-    if kind not in ("sum as mean", "mean as sum", "constant term") and whole.means:
+    if whole.means and kind in ("", "mean of means", "several means"):
         where, way = whole.means[0]
-        return CAUSES["mean of means"]._replace(way=way), where
-    return CAUSES[kind], ""
+        if kind == "several means":
+            way += " + pa.Weighted(b.sum(), len(b))  # each term over its own count"
+        return CAUSES[kind or "mean of means"]._replace(way=way), where
+    return CAUSES[kind or "several means"], ""
 
 
 def _kind_of_sum(asked: Any, piece: Any) -> str:
-    """What a loss is of its samples, by how three parts, and neighbours among them, add up."""
+    """What a loss is of its samples, by how three parts, and neighbours among them, add up.
+
+    Nothing where these cannot be computed.
+    """
     sizes, totals = _thirds(asked, piece)
     if totals is None:
-        return "several means"
+        return ""
     if any(x != x for x in totals):
         return "mean of means"  # 0 / 0: nothing in a part counts
     is_mean, (m, n, o, *_) = asked.question.kind[1] == "mean", sizes
@@ -277,11 +282,11 @@ def _way_of_targets(
     input: Any, target: Any, weight: Any = None, *_: Any, ignore_index: int = -100, **named: Any
 ) -> str:
     """The right line for a mean over targets of which some weigh more, or nothing."""
-    if named.get("reduction", "mean") != "mean":
+    if named.get("reduction", "mean") != "mean" or target.is_floating_point():
         return ""
-    if weight is not None:
-        total, over = "weight=w, reduction='sum'", "w[y].sum()"
-    elif not target.is_floating_point() and bool((target == ignore_index).any()):
+    if weight is not None:  # and an ignored target none, whether it is in these samples or not
+        total, over = "weight=w, reduction='sum'", f"w[y[y != {ignore_index}]].sum()"
+    elif bool((target == ignore_index).any()):
         total, over = "reduction='sum'", f"(y != {ignore_index}).sum()"
     else:
         return ""

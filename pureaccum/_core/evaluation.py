@@ -7,14 +7,14 @@
 The parts are summed as in ``grad_and_value``, in the memory of one microbatch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base import checks, dtensors, reprs, trees
+from .._base import checks, dtensors, trees
 from .._base.torch_internals import modes
 from . import (
     auto_size,
@@ -239,12 +239,8 @@ def parts_of_streams(
     """
     if stream:
         for i, its in batch.items():
-            if isinstance(its, (Tensor, Mapping, str)) or not isinstance(its, Iterable):
-                raise TypeError(
-                    f"args[{i}] is {reprs.kind(its)}; expected an iterable of batches, such "
-                    "as a list or a loader, because stream=True. To pass a single batch, use "
-                    "stream=False."
-                )
+            advice = "stream=True takes several batches. Pass one with stream=False."
+            checks.check_stream(its, f"args[{i}]", "batches", advice)
         given = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
     else:
         given = iter([batch])

@@ -6,7 +6,7 @@ weights add up where means do not.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal, NamedTuple
 
@@ -281,7 +281,12 @@ def advise_on_arguments(
             "autograd does not record inside this function. Take gradients in it with "
             "torch.func.grad, or call it in a loss with engine='autograd'.",
         )
-    if isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
+    lists = [x for i in batches if type(i) is int for x in args[i:][:1] if isinstance(x, list)]
+    if any(isinstance(x, (tuple, list, Mapping)) for each in lists for x in each):
+        refusals.add_once(
+            error, "The batch is a list. If it holds microbatches, pass it to step.window."
+        )
+    elif isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
         refusals.add_once(
             error,
             "functional(module).apply returns a pair. Unpack it: out, new_buffers = fn.apply(...).",

@@ -26,6 +26,8 @@ from .weighted import (
 )
 
 
+# What rounding in float32 leaves of a sum of weights is less than a tenth of it.
+MOST = 1e-6
 # The weights of a sum of ``Weighted`` over the whole batch. "alone": what it says itself, of a
 # batch that is not cut; "counted": they are about to be counted; None: nobody has counted them.
 Whole = Tensor | Literal["alone", "counted"] | None
@@ -95,13 +97,14 @@ def _added(totals: list[Tensor], keeps: Tensor, over: Tensor) -> Tensor:
 def whole_weight(weight: Any) -> Any:
     """What the sums of a window are divided by, from its weight as it was summed.
 
-    For a sum of ``Weighted`` that is a vector, how much of each term's weight was there: all of it,
-    or the gradients are wrong, and NaN. Each was divided by then. Of no weight at all it is 0.
+    For a sum of ``Weighted`` that is a vector, how much of each term's weight was there: all of it
+    but for rounding, or the gradients are wrong, and NaN. Each was divided by then. Of no weight at
+    all it is 0.
     """
     if not isinstance(weight, Tensor) or not weight.dim():
         return weight
     there = weight.amax() > 0
-    whole = (((weight - 1).abs() < 1e-9) | (weight == 0)).all()  # but for rounding
+    whole = (((weight - 1).abs() < MOST) | (weight == 0)).all()
     return torch.where(whole, there.double(), torch.nan)
 
 

@@ -198,7 +198,7 @@ class Step(Functions):
         window: ``window(state, microbatches, *shared, weights=None)`` takes one step over the
             microbatches of a stream, such as a list from ``windows``, and returns
             ``(state, info)``. It calls ``begin``, ``update`` for each microbatch, and ``apply``,
-            and reduces aux as the step does.
+            and reduces aux as the step does. A tuple is a batch, not a stream, and raises.
         begin: ``begin(state)`` returns an empty window, for a stream of microbatches.
         update: ``update(state, window, microbatch, *shared, offset=None, weights=None)`` returns
             the window with one more microbatch, or ``(window, aux)``. If the loss is not a mean

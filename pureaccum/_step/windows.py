@@ -7,12 +7,12 @@ Each function is given the plan of the step first. All are pure; where the plan 
 to the memory of the state that they are given.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from .._base import checks, reprs, states, trees
+from .._base import checks, states, trees
 from .._base.torch_internals import modes
 from .._core import batches, ledger, reductions, seams, structures, terms, windows, writes
 from .._core.accumulator import updated
@@ -177,14 +177,10 @@ def step_over_stream(
     weights: Any = None,
 ) -> tuple[TrainState, StepInfo]:
     """Take a step over the microbatches of a stream; ``more`` adds one of them, and its aux."""
-    if isinstance(microbatches, (torch.Tensor, Mapping, str)) or not isinstance(
-        microbatches, Iterable
-    ):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"microbatches is {reprs.kind(microbatches)}; expected an iterable of "
-            "microbatches, such as a list that windows(loader, k) gave. Pass a batch to "
-            "step(state, batch), or here as microbatches(batch, size)."
-        )
+    advice = (
+        "Pass a batch, such as (x, y), to step(state, batch), or here as microbatches(batch, size)."
+    )
+    checks.check_stream(microbatches, "microbatches", "microbatches", advice)
     window, aux = begin_window(plan, state), None
     for microbatch in microbatches:
         window, aux = more(state, window, aux, microbatch, *shared, weights=weights)

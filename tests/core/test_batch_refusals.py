@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import pureaccum as pa
 from pureaccum._base.torch_internals.functorch import VERSION
@@ -42,7 +43,12 @@ UNCUT = {
     ),
     "only an array": (np.ones((4, 2)), TypeError, (" is a numpy.ndarray", "torch.as_tensor")),
     "number of numpy": ({"x": X, "y": np.int64(3)}, TypeError, ("['y'] is a numpy.int64",)),
-    "an iterator": ({"x": X, "y": iter("ab")}, TypeError, ("['y'] is a builtins.", "an iterator")),
+    "an iterator": ({"x": X, "y": iter("ab")}, TypeError, ("['y'] is a builtins.", "yields items")),
+    "a loader": (
+        DataLoader(X),
+        TypeError,
+        (" is a torch.utils.data", "yields items", "loader one"),
+    ),
 }
 HELD = {
     "numbers": (
@@ -214,6 +220,27 @@ class Strange(UserDict[str, Any]):
 def test_a_mapping_that_cannot_be_made_again_is_refused():
     with refused(TypeError, "args holds a tests", "Strange({...})", "needed", "dict(...)"):
         pa.grad(squares, microbatch_size=2)(PARAMS, Strange({"x": X}, 1))
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ([(torch.ones(2, 3), torch.ones(2)), (torch.ones(1, 3), torch.ones(1))], ValueError),
+        ([(torch.ones(2, 3), torch.ones(2))] * 2, AttributeError),
+        ([{"x": torch.ones(2, 3)}] * 2, TypeError),
+    ],
+)
+def test_microbatches_in_place_of_a_batch_are_named(parts, error):
+    def loss(w, batch):
+        x, _ = batch if isinstance(parts[0], tuple) else (batch["x"], None)
+        return (x.sum(1) * w).mean()
+
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2)
+    with pytest.raises(error) as caught:
+        step(step.init(torch.tensor(1.0)), parts)
+    told = "".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "to step.window" in told
+    assert "Unpack it" not in told
 
 
 def test_what_no_graph_can_be_given_is_refused_by_a_compiled_step():

@@ -115,8 +115,18 @@ CASES = {
         entropy("y", weight=CLASSES),
         "mean of means",
         "cross_entropy",
-        "pa.Weighted(F.cross_entropy(out, y, weight=w, reduction='sum'), w[y].sum())",
+        "pa.Weighted(F.cross_entropy(out, y, weight=w, reduction='sum'), w[y[y != -100]].sum())",
         ratio(entropy("y", weight=CLASSES, reduction="sum"), lambda b: CLASSES[b["y"]].sum()),
+    ),
+    "class weights, of targets that are ignored too": Case(
+        entropy("padded", weight=CLASSES),
+        "mean of means",
+        "cross_entropy",
+        "pa.Weighted(F.cross_entropy(out, y, weight=w, reduction='sum'), w[y[y != -100]].sum())",
+        ratio(
+            entropy("padded", weight=CLASSES, reduction="sum"),
+            lambda b: CLASSES[b["padded"][b["padded"] != -100]].sum(),
+        ),
     ),
     "ignored targets": Case(
         entropy("padded"),
@@ -165,6 +175,18 @@ CASES = {
         summed(lambda p, b: each(p, b) + p["w"].square().sum() / ROWS),
         reduction="sum",
     ),
+    "ignored targets, and another mean": Case(
+        lambda p, b: entropy("padded")(p, b) + each(p, b).mean(),
+        "several means",
+        "cross_entropy",
+        "(y != -100).sum()) + pa.Weighted(b.sum(), len(b))",
+        of_microbatches(
+            lambda p, b: (
+                pa.Weighted(entropy("padded", reduction="sum")(p, b), (b["padded"] != -100).sum())
+                + pa.Weighted(each(p, b).sum(), len(b["padded"]))
+            )
+        ),
+    ),
     "two means": Case(
         lambda p, b: each(p, b).mean() + masked_mean(p, b),
         "several means",
@@ -180,7 +202,7 @@ CASES = {
     ),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-P2_TO_P5 = [*CASES][:6]
+P2_TO_P5 = [*CASES][:7]
 
 
 def rows(start, end):

@@ -209,7 +209,7 @@ def test_a_stream_of_batches_is_one_batch(seed, sizes, size):
     assert value(torch.tensor(2.0), iter(x.split(sizes))) == 2 * x.sum()
     means = pa.value(lambda w, x: (w * x).mean(), stream=True, microbatch_size=size)
     whole = float(sum(Fraction(int(each)) for each in x) * 2 / ROWS)
-    got = float(means(torch.tensor(2.0), x.split(sizes)))
+    got = float(means(torch.tensor(2.0), [*x.split(sizes)]))
     assert abs(got - whole) <= (ROWS + 2) * 2**-24 * 2 * float(x.abs().sum()) / ROWS
 
 
@@ -218,9 +218,9 @@ def test_several_streams_go_side_by_side():
         lambda w, x, y: (w * x * y).sum(), batch_argnums=(1, 2), reduction="sum", stream=True
     )
     x = torch.arange(6.0)
-    assert value(torch.tensor(1.0), x.split(2), iter(x.split(2))) == x.square().sum()
+    assert value(torch.tensor(1.0), [*x.split(2)], iter(x.split(2))) == x.square().sum()
     with pytest.raises(ValueError, match=r"args\[2\] has no batch 2"):
-        value(torch.tensor(1.0), x.split(2), x.split(2)[:2])
+        value(torch.tensor(1.0), [*x.split(2)], [*x.split(2)[:2]])
 
 
 def test_what_is_no_stream_is_refused():
@@ -229,8 +229,8 @@ def test_what_is_no_stream_is_refused():
             torch.tensor(1.0), batch
         )
 
-    for batch in (torch.ones(4), {"x": torch.ones(4)}, 3):
-        with pytest.raises(TypeError, match="expected an iterable of batches"):
+    for batch in (torch.ones(4), (torch.ones(4), torch.ones(4)), {"x": torch.ones(4)}, 3):
+        with pytest.raises(TypeError, match="expected a list or another iterable of batches"):
             value(batch)
     for batch, options, told in (
         ([], {}, "the stream gave no batch, so there is no value"),

@@ -650,6 +650,34 @@ def test_weights_that_were_counted_wrong_are_seen_at_the_end(off):
         assert torch.equal(state.params, w)
 
 
+COUNTS = {
+    "of the whole batch": lambda whole, parts: whole.sum(0),
+    "in float64": lambda whole, parts: whole.double().sum(0),
+    "of each microbatch": lambda whole, parts: sum(part.sum(0) for part in parts),
+    "as numbers": lambda whole, parts: [sum(float(p.sum(0)[i]) for p in parts) for i in range(2)],
+}
+
+
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+@given(seed=seeds())
+def test_a_count_that_differs_by_rounding_is_right(count, seed):
+    """Of weights that are no integers, such as those of classes, in float32."""
+    g = generator(seed)
+    masks = torch.rand(40, 2, generator=g) + 0.1
+    batch = {"x": torch.randn(40, 3, generator=g).double(), "masks": masks}
+    w, parts = torch.randn(3, generator=g).double(), [*pa.microbatches(batch, 7)]
+    step = pa.make_step(loss, pa.sgd(1.0))
+    weights = count(masks, [part["masks"] for part in parts])
+    state, info = step.window(step.init(w), parts, weights=weights)
+    assert info.applied
+    each = [
+        pulled(lambda w, i=i: c * totals(w, batch)[i] / masks[:, i].double().sum(), w)
+        for i, c in enumerate(COEFFICIENTS[:2])
+    ]
+    bound = 1e-6 * sum(x.abs() for x in each)  # what weights may be off by
+    assert (((w - state.params) - sum(each)).abs() <= bound).all()
+
+
 def test_a_negative_weight_has_no_mean():
     w, batch = problem(0, 12, 2)
     negative = lambda w, b: pa.Weighted(w.sum(), -1) + pa.Weighted(totals(w, b)[0], 2)  # noqa: E731

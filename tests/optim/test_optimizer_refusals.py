@@ -108,6 +108,7 @@ def parts():
     for make, given in product((pa.sgd, *ADAMS), (torch.nn.Linear(1, 1), (x for x in ()))):
         words = (f"lr is {reprs.kind(given)}", "functional(module).params", "init")
         yield partial(make, given), TypeError, words
+        yield partial(make, given, lr=0.1), TypeError, words
     for take, name in takers(Polyak):
         yield take, TypeError, (f"{name} is the class Polyak",)
     words = ("chain got no parts", "gradient maps and, last, an optimizer")

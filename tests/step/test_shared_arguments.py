@@ -200,11 +200,14 @@ def test_a_loss_that_decides_by_what_is_shared_is_watched_for_each_kind():
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("given_", [torch.ones(4, 2), {"x": torch.ones(2)}, "words", 3, None])
+@pytest.mark.parametrize(
+    "given_",
+    [torch.ones(4, 2), {"x": torch.ones(2)}, (torch.ones(2), torch.ones(2)), "words", 3, None],
+)
 def test_what_is_no_stream_is_no_window(form, given_):
     step = made(form)
     state = step.init(torch.ones(2))
-    with unchanged(state), pytest.raises(TypeError, match="expected an iterable of microbatches"):
+    with unchanged(state), pytest.raises(TypeError, match="expected a list or another iterable of"):
         step.window(state, given_, teacher(0), 1.0)
 
 

@@ -66,6 +66,8 @@ def made():
     for optimizer, came in ((clip, "a GradientMap"), (0.1, "a float")):
         words = f"optimizer is {came}", "init(params)", "chain(*maps, optimizer)"
         yield partial(make, optimizer), TypeError, *words
+    words = "loss_fn is a module, Linear", "fn.apply(params", "functional(module)"
+    yield partial(make, loss=nn.Linear(2, 1)), TypeError, *words
     for takes in (make, partial(pa.value, squares)):
         words = "policy is torch.bfloat16", "Policy(compute=...)"
         yield partial(takes, policy=torch.bfloat16), TypeError, *words
