@@ -671,7 +671,7 @@ def test_a_count_that_differs_by_rounding_is_right(count, seed):
     state, info = step.window(step.init(w), parts, weights=weights)
     assert info.applied
     each = [
-        pulled(lambda w, i=i: c * totals(w, batch)[i] / masks[:, i].double().sum(), w)
+        pulled(lambda w, c=c, i=i: c * totals(w, batch)[i] / masks[:, i].double().sum(), w)
         for i, c in enumerate(COEFFICIENTS[:2])
     ]
     bound = 1e-6 * sum(x.abs() for x in each)  # what weights may be off by
