@@ -144,9 +144,10 @@ class Inquiry:
             if computed:
                 out = loss(*args)
                 found.insert(0, asked.amount(out, rows))
-            if not all(map(_adds_up, (found, *(found for _, found in far)))):
+            if not all(map(_adds_up, (found, *far))):
                 out = None  # its graph would be in memory beside what follows
-            fit = [self.fits(asked, *cut) for cut in [([whole, *parts], found), *far]]
+            fit = [self.fits(asked, [whole, *parts], found)]
+            fit += [_adds_up(x) or self.fits(asked, self.ends(parts), x) for x in far]
             self.answer.note(None if None in fit else False, whole[1])
             return loss(*args) if out is None else out
         self.answer.note(None, rows)
@@ -154,15 +155,18 @@ class Inquiry:
 
     def far(
         self, asked: "Asked", parts: list[Piece], of_one: list[tuple[float, float]]
-    ) -> list[tuple[list[Piece], Found]]:
+    ) -> list[Found]:
         """What samples come to that lie far apart, if they are at hand and can be computed."""
-        pieces = found = None
+        pieces = self.ends(parts)
+        found = asked.sums([pieces[0], pieces[2]]) if pieces else None
+        return [[found[0], of_one, found[1]]] if found else []
+
+    def ends(self, parts: list[Piece]) -> list[Piece]:
+        """Samples that lie far apart, if they can be joined; nothing keeps them."""
         if self.question.parts > 1:
             with suppress(Exception):  # a tensor of a class that cannot be joined
-                pieces = _far_apart(self.question.batch, *parts)
-        if pieces is not None:
-            found = asked.sums([pieces[0], pieces[2]])
-        return [] if pieces is None or found is None else [(pieces, [found[0], of_one, found[1]])]
+                return _far_apart(self.question.batch, *parts) or []
+        return []
 
     def fits(self, asked: "Asked", pieces: list[Piece], found: Found) -> bool | None:
         """Whether parts add up to the whole, or None; raises where they do not."""

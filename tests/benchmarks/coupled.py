@@ -111,9 +111,9 @@ def gradcache(problem: Problem) -> Grads:
 
     def cache(batch: Batch) -> list[Tensor]:
         with torch.no_grad():
-            parts = [net(*chunk) for chunk in parts(batch, rows)]
-        embeddings = [torch.cat(column).requires_grad_() for column in zip(*parts, strict=True)]
-        del parts
+            embedded = [net(*chunk) for chunk in parts(batch, rows)]
+        embeddings = [torch.cat(column).requires_grad_() for column in zip(*embedded, strict=True)]
+        del embedded
         criterion(*embeddings).backward()
         return [x.grad for x in embeddings]
 
