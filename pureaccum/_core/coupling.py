@@ -29,11 +29,10 @@ from torch import Tensor
 from .._base import checks, dtensors, observation, trees
 from .._base.deterministic import cast_tree, deterministic
 from .._base.torch_internals import autograd, functorch, modes
-from . import batches, causes, closures, losses, weights
+from . import batches, causes, closures, losses, terms, weights
 from .weighted import WeightedSum
 
 
-MOST = 1e-6  # what rounding in float32 leaves of a sum is less than a tenth of it
 QUESTIONS = 8  # to a loss that gives no answer
 FEW = 8  # rows: an answer about fewer tells nothing of others
 
@@ -358,14 +357,14 @@ def _judged(asked: Asked, pieces: list[Piece], own: list[Totals]) -> tuple[bool 
     double = asked.dtype == torch.float64
     found = asked.sums([*pieces, pieces[0]], torch.float32 if double else torch.float64)
     if found is None:  # an operation that has no such kernel, say
-        return worst.off() > max(MOST, 64 * asked.unit(pieces[0])), worst
+        return worst.off() > max(terms.MOST, 64 * asked.unit(pieces[0])), worst
     if not _repeats([found[0], found.pop()]):
         return None, worst
     others = _of_terms(found)
     offs = [(a if double else b).off(a, b) for a, b in zip(own, others, strict=True)]
     at = offs.index(max(offs))
     exact = (own if double else others)[at]
-    if not offs[at] > MOST:
+    if not offs[at] > terms.MOST:
         return False, exact
     found = asked.sums(pieces, torch.float64, nudged=True)
     nudged = exact if found is None else _of_terms(found)[at]
@@ -380,7 +379,7 @@ def _repeats(found: Found | None) -> bool:
 
 
 def _adds_up(found: Found) -> bool:
-    return all(each.off() <= MOST for each in _of_terms(found))
+    return all(each.off() <= terms.MOST for each in _of_terms(found))
 
 
 def _of_terms(found: Found) -> list[Totals]:

@@ -26,7 +26,7 @@ from .weighted import (
 )
 
 
-# What rounding in float32 leaves of a sum of weights is less than a tenth of it.
+# A share of a sum: what rounding in float32 leaves is less than a tenth of it.
 MOST = 1e-6
 # The weights of a sum of ``Weighted`` over the whole batch. "alone": what it says itself, of a
 # batch that is not cut; "counted": they are about to be counted; None: nobody has counted them.

@@ -10,6 +10,7 @@ for the device.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -223,11 +224,14 @@ def _check_parts(
     if not callable(loss_fn):
         came = reprs.of_value(loss_fn)
         raise TypeError(f"loss_fn is {came}; expected a function of (params, batch).")
-    if isinstance(loss_fn, torch.nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
-        raise TypeError(
-            f"loss_fn is a module, {type(loss_fn).__name__}; expected a function of (params, "
-            "batch) that calls fn.apply(params, fn.buffers, x), where fn = functional(module)."
-        )
+    if isinstance(loss_fn, torch.nn.Module):
+        try:
+            signature(loss_fn.forward).bind(None, None)
+        except TypeError as error:
+            raise TypeError(
+                f"loss_fn is a module, {type(loss_fn).__name__}; expected a function of (params, "
+                "batch) that calls fn.apply(params, fn.buffers, x), where fn = functional(module)."
+            ) from error
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(
             f"loss_scale is {reprs.of_value(loss_scale)}; expected dynamic_loss_scale(), "
