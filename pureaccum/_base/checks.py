@@ -51,7 +51,7 @@ def check_int(
 
 
 def check_stream(stream: Any, name: str, of: str, advice: str) -> None:
-    """Refuse what is no stream, and a batch, whose parts would pass for the items of one."""
+    """Raise for a batch, whose parts would pass for items, and for what cannot be iterated."""
     is_batch = isinstance(stream, (Tensor, Mapping, str, tuple))
     if is_batch or not (isinstance(stream, Iterable) or hasattr(stream, "__getitem__")):
         raise TypeError(

@@ -33,7 +33,8 @@ def records(maker: Maker) -> Maker:
 
     @wraps(maker)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if args and first in kwargs:  # adamw(net.parameters(), lr=0.1): what is wrong with that?
+        # adamw(net.parameters(), lr=0.1): the maker names what came first, Python only the clash.
+        if args and first in kwargs:
             maker(*args, **{name: x for name, x in kwargs.items() if name != first})
         made = maker(*args, **kwargs)
         bound = form.bind(*args, **kwargs)

@@ -98,9 +98,9 @@ def _check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool)
         )
     if hasattr(x, "__next__") or isinstance(x, DataLoader):
         raise TypeError(
-            f"{name}, which yields items, and is no batch. Pass a tensor or a list with one entry "
-            "per sample. Pass the batches of a loader one at a time, and a stream of microbatches "
-            "to step.window, or to update one at a time."
+            f"{name}, which yields items and is not a batch. Pass a tensor or a list with one "
+            "entry per sample. Pass the batches of a loader one at a time, and a stream of "
+            "microbatches to step.window, or to update one at a time."
         )
     if cut and (held := _held_tensor(x)):
         raise TypeError(

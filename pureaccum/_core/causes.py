@@ -284,7 +284,7 @@ def _way_of_targets(
     """The right line for a mean over targets of which some weigh more, or nothing."""
     if named.get("reduction", "mean") != "mean" or target.is_floating_point():
         return ""
-    if weight is not None:  # and an ignored target none, whether it is in these samples or not
+    if weight is not None:  # a later batch may have ignored targets, which weigh nothing
         total, over = "weight=w, reduction='sum'", f"w[y[y != {ignore_index}]].sum()"
     elif bool((target == ignore_index).any()):
         total, over = "reduction='sum'", f"(y != {ignore_index}).sum()"

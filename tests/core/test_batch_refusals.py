@@ -222,6 +222,12 @@ def test_a_mapping_that_cannot_be_made_again_is_refused():
         pa.grad(squares, microbatch_size=2)(PARAMS, Strange({"x": X}, 1))
 
 
+@pytest.mark.parametrize("loader", [(X, X), X, {"x": X}, 3])
+def test_a_batch_is_no_loader(loader):
+    with refused(TypeError, "loader is a", "iterable of microbatches", "microbatches(batch, n)"):
+        pa.windows(loader, 2)
+
+
 @pytest.mark.parametrize(
     ("parts", "error"),
     [

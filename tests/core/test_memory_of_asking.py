@@ -4,6 +4,8 @@ What is asked runs without recording, and is gone before the microbatch's own gr
 dispatch mode would see each tensor, and nobody asks under one: torch's profiler counts the bytes.
 """
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -72,3 +74,21 @@ def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way, name):
     copy = 64 * WIDTH * 4 if way == "value" else 0
     assert asking <= plain + STATE + copy
     assert plain > 4 * 64 * WIDTH  # it was measured
+
+
+def test_what_is_joined_is_gone_before_the_loss_is_recorded():
+    """A process keeps the pages that lie between it and a graph."""
+    x, joined, alive = torch.randn(64, 3), [], []
+
+    def loss(w, part):
+        if torch.is_grad_enabled():
+            alive.append([each() for each in joined if each() is not None])
+        elif part.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+            joined.append(weakref.ref(part))
+        return (part @ w).square().mean()
+
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=16)
+    step(step.init(torch.ones(3)), x)
+    assert joined
+    assert len(alive) >= 4
+    assert not any(alive)
