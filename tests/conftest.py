@@ -6,29 +6,31 @@ night.
 
 import gc
 import os
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import Phase, settings
 
+from tests import chosen
+from tests.moved import move_draws
+from tests.testing.planted import PLANTED
 
-settings.register_profile("dev", max_examples=4, deadline=None, print_blob=True)
-settings.register_profile(
-    "ci", max_examples=10, deadline=None, print_blob=True, derandomize=True, database=None
-)
+
+# dev and ci always draw the same examples, so that what they find does not depend on luck.
+SAME = {"deadline": None, "print_blob": True, "derandomize": True, "database": None}
+settings.register_profile("dev", max_examples=4, **SAME)
+settings.register_profile("ci", max_examples=10, **SAME)
 settings.register_profile("thorough", max_examples=1000, deadline=None, print_blob=True)
-# For copies of the package with a fault in them: to fail is enough, the smallest example is not
-# looked for.
-settings.register_profile(
-    "mutants",
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-)
+MOVED = "PUREACCUM_TESTS_MOVED"
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 settings.load_profile(PROFILE)
+if (
+    PLANTED in os.environ
+):  # in a copy of the package with a fault: the smallest example is not needed
+    unshrunk = settings(settings.default, phases=[Phase.explicit, Phase.generate])
+    settings.register_profile("planted", unshrunk)
+    settings.load_profile("planted")
 
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns unless told one or the other
@@ -41,12 +43,21 @@ def seeded():
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
-    for marker, profiles in {"slow": ("dev",), "nightly": ("dev", "ci")}.items():
-        reason = f"{marker}: HYPOTHESIS_PROFILE=thorough runs it, and ci what is slow"
-        for item in items:
-            if PROFILE in profiles and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
+def pytest_addoption(parser):
+    parser.addoption(
+        "--moved", type=int, metavar="SEED", help="as on another processor: tests/moved.py"
+    )
+
+
+def pytest_configure(config):
+    if config.option.moved is not None:
+        os.environ[MOVED] = str(config.option.moved)  # ranks read it
+    if MOVED in os.environ:
+        move_draws(int(os.environ[MOVED]))
+
+
+def pytest_collection_modifyitems(config, items):
+    chosen.choose(config, PROFILE, items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
@@ -56,3 +67,19 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish(session):
+    """A worker of xdist tells how many tests it left out; all workers leave out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash[chosen.LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[chosen.LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out"))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for line in chosen.summary(PROFILE, config.stash.get(chosen.LEFT_OUT, Counter())):
+        terminalreporter.write_line(line)

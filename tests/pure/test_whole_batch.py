@@ -21,6 +21,7 @@ import pureaccum as pa
 from pureaccum._core.auto_size import counting
 from pureaccum.testing.strategies import compositions, seeds
 from tests.draws import examples, generator
+from tests.problems import near
 from tests.pure import resnets
 from tests.pure.networks import backward
 
@@ -280,7 +281,7 @@ def test_one_function_takes_flags_of_all_kinds_in_turn():
     for more in ({}, {"twice": True}, {"skip": {"a": X, "b": [X]}}, {"twice": False}):
         out, _ = fn.apply(fn.params, fn.buffers, X, side=side, **more)
         want = deepcopy(module)(X, side=side, **more)
-        torch.testing.assert_close(out, want, rtol=PROMISED, atol=PROMISED)
+        near(out, want, PROMISED)
 
 
 def test_a_module_may_have_outputs_from_all_levels():
@@ -294,7 +295,7 @@ def test_a_module_may_have_outputs_from_all_levels():
     assert out["nothing"] is None
     assert out["input"] is X
     for mine, its in zip(pa_leaves(out), pa_leaves(want), strict=True):
-        torch.testing.assert_close(mine, its, rtol=PROMISED, atol=0)
+        near(mine, its, PROMISED)
 
     def of_all(out, batch):
         return sum((x.sin().sum(1).mean() for x in pa_leaves(out)), torch.zeros(()))
@@ -370,7 +371,7 @@ def test_parameters_may_be_frozen_or_left_out():
     some = {name: p for name, p in fn.params.items() if not name.startswith("2")}
     assert list(some) == ["1.bias"]
     out, _ = fn.apply(some, fn.buffers, X)
-    torch.testing.assert_close(out, deepcopy(module)(X), rtol=PROMISED, atol=0)
+    near(out, deepcopy(module)(X), PROMISED)
     grads = torch.func.grad(lambda p: fit(fn.apply(p, fn.buffers, X)[0], X))(fn.params)
     want = whole(module, X, lambda out, batch: fit(out, batch))[0]
     assert apart(grads, {name: want[name] for name in grads}) <= PROMISED
@@ -397,7 +398,7 @@ def test_modes_and_attributes_are_those_of_each_call():
         change()
         out, buffers = fn.apply(fn.params, fn.buffers, X)
         own = deepcopy(module)
-        torch.testing.assert_close(out, own(X), rtol=PROMISED, atol=0)
+        near(out, own(X), PROMISED)
         assert apart(buffers, dict(own.named_buffers())) <= PROMISED
 
 
@@ -420,7 +421,7 @@ def test_three_steps_are_those_of_torch_on_the_full_batch(engine):
         want = F.cross_entropy(module(x), y)
         want.backward()
         own.step()
-        torch.testing.assert_close(info.loss, want.detach(), rtol=PROMISED, atol=0)
+        near(info.loss, want.detach(), PROMISED)
     assert apart(state.params, dict(module.named_parameters())) <= PROMISED
     assert apart(state.buffers, dict(module.named_buffers())) <= PROMISED
 
@@ -484,7 +485,7 @@ def test_a_call_under_no_grad_is_that_of_the_module():
     fn = pa.functional(SMALL, microbatch_size=3)
     with torch.no_grad():
         out, _ = fn.apply(fn.params, fn.buffers, X)
-    torch.testing.assert_close(out, deepcopy(SMALL)(X).detach(), rtol=PROMISED, atol=0)
+    near(out, deepcopy(SMALL)(X).detach(), PROMISED)
 
 
 def test_gradients_of_the_inputs_are_the_full_batch_s():
@@ -504,7 +505,7 @@ def test_inside_a_compiled_function_it_is_one_graph():
     )
     out, buffers = func(fn.params, X)
     own = deepcopy(SMALL)
-    torch.testing.assert_close(out, own(X), rtol=PROMISED, atol=0)
+    near(out, own(X), PROMISED)
     assert apart(buffers, dict(own.named_buffers())) <= PROMISED
 
 

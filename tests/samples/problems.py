@@ -14,6 +14,9 @@ from pureaccum._core.auto_size import counting
 
 engines = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 chunks = st.none() | st.integers(1, 8)
+# Norms of whole numbers: squares add up exactly, and what is rounded is a root of each leaf, its
+# square, their sum and its root, on both sides.
+ROOTS = 8 * 2.0**-24
 
 
 def stacked(trees):

@@ -17,7 +17,7 @@ from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.dropped import is_dropped
-from tests.samples.problems import engines
+from tests.samples.problems import ROOTS, engines
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("samples")]
@@ -124,7 +124,7 @@ def test_a_sample_may_be_several_rows(engine, seed, users, k):
     want = tree_map(lambda *g: torch.stack(g).sum(0), *each)
     assert_trees_bitwise_equal(sums, want)
     squares = [sum(g.double().square().sum() for g in tree_leaves(grads)) for grads in each]
-    assert torch.allclose(norms.double(), torch.stack(squares).sqrt(), rtol=2.0**-22, atol=0)
+    assert torch.allclose(norms.double(), torch.stack(squares).sqrt(), rtol=ROOTS, atol=0)
 
 
 @engines
@@ -210,7 +210,7 @@ def test_a_loss_may_do_something_else_in_each_chunk(engine):
     want = tree_map(lambda *s: torch.stack(s).sum(0), *(sums for sums, _ in parts))
     assert_trees_bitwise_equal(got[0], want)
     norms = torch.cat([norms for _, norms in parts])
-    assert torch.allclose(got[1], norms, rtol=2.0**-22, atol=0)
+    assert torch.allclose(got[1], norms, rtol=ROOTS, atol=0)
 
 
 def test_a_loss_may_turn_into_one_that_cannot_be_followed():

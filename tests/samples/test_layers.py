@@ -28,6 +28,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.problems import function
+from tests.samples.problems import ROOTS
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("samples")]
@@ -199,5 +200,5 @@ def test_a_use_that_cannot_be_followed_is_found_and_never_a_wrong_number(name):
     for _ in range(2):
         got, seen = pa.clipped_sum(mine, 1e9, chunk_size=2)(params, x)
         assert_trees_bitwise_equal(got, want)
-        assert torch.allclose(seen, norms, rtol=2.0**-22, atol=0)
+        assert torch.allclose(seen, norms, rtol=ROOTS, atol=0)
     assert known_of(mine).unseen == (name not in SEEN)

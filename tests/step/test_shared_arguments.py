@@ -142,10 +142,10 @@ def test_derivatives_with_respect_to_what_is_shared():
     want = torch.func.grad(lambda g: after(None, g))(guide)
     got = torch.func.grad(lambda g: after(4, g))(guide)
     assert want.abs().min() > 0
-    assert torch.allclose(got, want, rtol=1e-12, atol=0)
+    assert torch.equal(got, want)  # whole numbers over powers of two
     several = torch.stack([guide, -guide])
     each = torch.func.vmap(torch.func.grad(lambda g: after(2, g)))(several)
-    assert torch.allclose(each[0], want, rtol=1e-12, atol=0)
+    assert torch.equal(each[0], want)
 
 
 def test_an_ensemble_has_a_teacher_each():

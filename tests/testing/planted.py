@@ -26,7 +26,7 @@ IMPORTED = [
     "pytest",
 ]
 SECONDS = 300
-
+PLANTED = "PUREACCUM_TESTS_PLANTED"  # that examples which fail need not be made smaller
 
 FAULTS = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
 PACKAGE = Path(__file__).parents[2] / "pureaccum"
@@ -37,20 +37,20 @@ def plant(name, directory):
     fault, copy = FAULTS[name], directory / "pureaccum"
     source = (PACKAGE / fault["file"]).read_text(encoding="utf-8")
     assert source.count(fault["old"]) == 1, f"the file was changed and {name!r} was not"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, copy)  # with its bytecode: all but one file need not be compiled
     changed = source.replace(fault["old"], fault["new"])
     (copy / fault["file"]).write_text(changed, encoding="utf-8")
     return copy
 
 
-def run_tests(root, tests):
+def run_tests(root, tests, profile):
     """The exit code of pytest and what it wrote; ``root`` has the copy, tests, pyproject.toml.
 
-    After ``SECONDS`` it is killed, which the exit code tells.
+    The profile chooses among the tests, and how many examples they draw. After ``SECONDS`` it is killed, which the exit code tells.
     """
     if CONTEXT.get_start_method() == "forkserver":
         CONTEXT.set_forkserver_preload(IMPORTED)
-    run = CONTEXT.Process(target=_run, args=(root, tests))
+    run = CONTEXT.Process(target=_run, args=(root, tests, profile))
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # what has threads is not to be forked
         run.start()
     try:
@@ -61,7 +61,7 @@ def run_tests(root, tests):
     return run.exitcode, (root / "output").read_text(encoding="utf-8")
 
 
-def _run(root, tests):
+def _run(root, tests, profile):
     """In the new process: as if pytest had been started in ``root``."""
     gc.freeze()  # otherwise each collection goes through all that torch consists of
     output = os.open(root / "output", os.O_WRONLY | os.O_CREAT)
@@ -71,7 +71,7 @@ def _run(root, tests):
         del sys.modules[name]  # the packages that this file was found in
     assert "pureaccum" not in sys.modules
     sys.path.insert(0, str(root))
-    os.environ |= {"HYPOTHESIS_PROFILE": "mutants", "PYTHONPATH": str(root)}
+    os.environ |= {"HYPOTHESIS_PROFILE": profile, "PYTHONPATH": str(root), PLANTED: "1"}
     os.chdir(root)
     # pytest would rewrite the assertions of hypothesis, and warns that it cannot any more.
     warned = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]

@@ -29,10 +29,10 @@ ROOT = Path(__file__).parents[2]
 )
 def test_the_fault_is_found(name, tmp_path):
     plant(name, tmp_path)
-    unused = shutil.ignore_patterns("__pycache__", "benchmarks")
+    unused = shutil.ignore_patterns("benchmarks")
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=unused)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    code, output = run_tests(tmp_path, FAULTS[name]["test"])
+    code, output = run_tests(tmp_path, FAULTS[name]["test"], FAULTS[name]["profile"])
     assert code == 1, output[-2000:]
     assert " failed" in output.splitlines()[-1], output[-2000:]
 
@@ -44,6 +44,7 @@ def test_a_fault_is_one_and_says_which(name):
     assert source.count(fault["old"]) == 1
     assert fault["new"] not in (fault["old"], source)
     assert fault["says"].endswith(".")
+    assert fault["profile"] in ("dev", "ci")
     compile(source.replace(fault["old"], fault["new"]), fault["file"], "exec")
 
 
