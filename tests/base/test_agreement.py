@@ -23,7 +23,7 @@ from pureaccum._base.settings import settings_of
 from tests.states import STATES
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.mechanism]
 HERE = torch.device("cpu")
 trees = {name: make() for name, make in STATES.items()}
 

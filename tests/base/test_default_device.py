@@ -15,7 +15,7 @@ from tests.calls import ENGINES, NONFINITE
 from tests.draws import generator
 
 
-pytestmark = pytest.mark.purity
+pytestmark = [pytest.mark.purity, pytest.mark.promise("documented")]
 KEY = pa.key(3)
 KEYS = pa.fold_in(KEY, torch.arange(4))
 PARAMS = {

@@ -7,7 +7,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 
 
-pytestmark = pytest.mark.exact
+pytestmark = [pytest.mark.exact, pytest.mark.promise("documented")]
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
 
 

@@ -10,7 +10,7 @@ from pureaccum._base.trees import known
 from tests.problems import HALF, near
 
 
-pytestmark = pytest.mark.transforms
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("ensembles")]
 THREE = torch.tensor(3.0)
 
 
@@ -39,6 +39,7 @@ NESTS = {
 }
 
 
+@pytest.mark.given_up("caches")
 @pytest.mark.parametrize("nest", NESTS)
 def test_a_number_is_read_where_it_is_one_for_all(nest):
     transformed, read = NESTS[nest]
@@ -52,6 +53,7 @@ def test_a_number_is_read_where_it_is_one_for_all(nest):
     assert seen == [3.0 if read else None]
 
 
+@pytest.mark.promise("applied")
 def test_what_is_traced_holds_no_number_of_the_tensors_it_was_traced_with():
     """Not whether a step was applied, and not how often there was one."""
     step = pa.make_step(loss, pa.sgd(0.25, momentum=0.5, dampening=0.5), microbatch_size=1)
@@ -79,6 +81,7 @@ def test_what_is_traced_holds_no_number_of_the_tensors_it_was_traced_with():
         torch.testing.assert_close(traced(after, given), program(after, given))
 
 
+@pytest.mark.given_up("caches")
 def test_a_compiler_is_asked_for_no_number():
     seen = []
 
@@ -125,6 +128,7 @@ def test_members_that_read_are_those_that_select(optimizer):
             near(mapped[0], alone, HALF)
 
 
+@pytest.mark.promise("applied")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_that_is_not_applied_has_the_derivative_of_none(optimizer):
     rate, batch, bad = torch.tensor(0.25), torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.inf])

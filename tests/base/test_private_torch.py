@@ -76,6 +76,7 @@ def test_foreach_lerp_has_the_bits_of_lerp_and_leaves_its_arguments():
         assert torch.equal(mean, into)
 
 
+@pytest.mark.mechanism
 def test_tensors_lie_apart_where_none_has_a_number_of_another():
     """Views that interleave count as if they did not; an empty one has no number."""
     x, y = torch.zeros(12), torch.zeros(12)
@@ -432,6 +433,7 @@ def test_numbers_are_constants_of_a_graph(settings):
     assert kinds == {torch.Tensor} | ({torch.SymInt} if settings.get("dynamic") else set())
 
 
+@pytest.mark.mechanism
 def test_guards_are_left_out_by_names_that_torch_gives_them(
     monkeypatch,
 ):
@@ -559,6 +561,7 @@ def test_who_traces_is_told_from_us_and_from_who_chooses_a_device():
     assert seen == [(False, True, False), (False, True, True), (False, True, False)]
 
 
+@pytest.mark.given_up("restored modes")
 def test_modes_that_were_on_once_are_put_on_again():
     class Functions(TorchFunctionMode):
         pass

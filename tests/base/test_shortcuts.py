@@ -23,9 +23,7 @@ from tests.zoo import fits_networks, fits_programs, fits_sums  # noqa: F401
 from tests.zoo.species import ZOO
 
 
-pytestmark = [
-    *(pytest.mark.exact,),
-]
+pytestmark = [pytest.mark.exact, pytest.mark.mechanism]
 SIZE = 5
 
 

@@ -23,7 +23,11 @@ from tests.optimizers import Counted
 from tests.states import FN, STATES, a_row, batch_of, full_step
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [
+    pytest.mark.laws,
+    pytest.mark.promise("donation"),
+    pytest.mark.promise("documented"),
+]
 OPTIMIZERS = {
     "sgd": lambda: pa.sgd(0.1),
     "sgd with everything": lambda: pa.sgd(pa.linear_warmup(0.1, 3), 0.9, 0.0, 0.01, True),

@@ -20,7 +20,7 @@ from pureaccum._base.trees import paths
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("batches")]
 
 
 class Pair(NamedTuple):
@@ -154,6 +154,7 @@ nodes = st.recursive(
 )
 
 
+@pytest.mark.mechanism
 @given(nodes)
 def test_leaves_are_called_as_optree_calls_them(tree):
     spec = optree.tree_structure(tree, namespace="pureaccum")

@@ -17,7 +17,7 @@ from tests.draws import generator
 from tests.rounding import UNIT, gamma
 
 
-pytestmark = pytest.mark.bounds
+pytestmark = [pytest.mark.bounds, pytest.mark.promise("bounds")]
 
 
 @st.composite

@@ -18,7 +18,7 @@ from tests.refusals import refused, saying
 from tests.states import batch_of, first_state, full_step
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.promise("disk"), pytest.mark.promise("errors")]
 np = pytest.importorskip("numpy")
 OLD = {"w": torch.arange(3.0)}
 

@@ -152,6 +152,21 @@ def test_no_number_is_written_twice(folder, world):
     assert counts == numbers
 
 
+def saves_what_all_hold(folder, rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    leaves = [DTensor.from_local(torch.ones(1), mesh, [R]) for _ in range(4)] + [torch.ones(1)] * 4
+    pa.save(f"{folder}/run", leaves)
+
+
+def test_ranks_write_about_as_much(tmp_path):
+    """What all of them hold goes round, so that none writes it all."""
+    assert run_on_ranks(2, partial(saves_what_all_hold, str(tmp_path))) == [End()] * 2
+    for shard in sorted((tmp_path / "run").iterdir()):
+        with safe_open(shard, "pt") as file:
+            assert len({*file.keys()} - {"crc32"}) == 4
+
+
+@pytest.mark.mechanism
 def test_ranks_hold_about_as_much():
     """What all of them hold goes round, so that none writes it all."""
     assert run_on_ranks(2, writes_half) == [End(4), End(4)]

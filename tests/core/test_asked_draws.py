@@ -15,7 +15,7 @@ from pureaccum import CoupledLossError
 from pureaccum._core import coupling
 
 
-pytestmark = [pytest.mark.laws]
+pytestmark = [pytest.mark.laws, pytest.mark.promise("refused")]
 ROWS, SIZE = 12, 4
 OWN = torch.Generator().manual_seed(0)
 NUMPY = np.random.default_rng(0)

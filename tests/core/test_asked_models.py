@@ -16,7 +16,11 @@ from pureaccum._core import coupling
 from tests.problems import Around, nobody_was_asked
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.usefixtures(nobody_was_asked.__name__)]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.promise("refused"),
+    pytest.mark.usefixtures(nobody_was_asked.__name__),
+]
 ROWS, SIZE = 12, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LABELS = torch.arange(ROWS) % 3

@@ -18,7 +18,12 @@ from tests.problems import in_parts, nobody_was_asked
 from tests.runs import RUNS
 
 
-pytestmark = [pytest.mark.purity, pytest.mark.usefixtures(nobody_was_asked.__name__)]
+pytestmark = [
+    pytest.mark.purity,
+    pytest.mark.promise("refused"),
+    pytest.mark.promise("purity"),
+    pytest.mark.usefixtures(nobody_was_asked.__name__),
+]
 SIZE = 4
 ENGINES = ("auto", "func", "autograd")
 Run = Callable[[], Any]
@@ -154,6 +159,7 @@ def test_results_and_draws_are_those_of_a_loss_that_nobody_asks(way, engine, los
     torch.testing.assert_close(*seen, rtol=0, atol=0)
 
 
+@pytest.mark.given_up("restored modes")
 @ways
 @pytest.mark.parametrize("module", [Counting, Averaging])
 def test_a_module_is_left_as_by_the_calls_that_count(way, module):
@@ -225,6 +231,7 @@ def test_a_step_that_is_given_its_state_up_gives_it_back(size):
     assert_trees_bitwise_equal(*results)
 
 
+@pytest.mark.mechanism
 def test_a_stream_is_refused_where_its_padding_begins():
     """The third microbatch is not asked; the fourth is."""
     parts = [batch(4) | {"mask": torch.ones(4, 3)} for _ in range(2)] + [batch(4)] * 3
@@ -233,5 +240,16 @@ def test_a_stream_is_refused_where_its_padding_begins():
     state = in_parts(acc, own, parts[:3])
     with pytest.raises(CoupledLossError):
         acc.update(state, own, parts[3])
+    with pytest.raises(CoupledLossError):
+        stepping(coupled, stream=True)()
+
+
+def test_a_stream_whose_padding_begins_later_is_refused_soon():
+    even = batch(4) | {"mask": torch.ones(4, 3)}
+    padded = batch(4) | {"mask": batch(4)["mask"].float()}
+    acc, own = pa.accumulator(coupled), params()
+    in_parts(acc, own, [even] * 2)
+    with pytest.raises(CoupledLossError):
+        in_parts(acc, own, [padded] * 8)
     with pytest.raises(CoupledLossError):
         stepping(coupled, stream=True)()

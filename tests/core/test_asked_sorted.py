@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import pureaccum as pa
 
 
-pytestmark = [pytest.mark.faults]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("refused")]
 
 ROWS, LENGTH = 48, 12
 NET = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)).double()

@@ -21,6 +21,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytestmark = [
     pytest.mark.parity,
     pytest.mark.hf,
+    pytest.mark.promise("refused"),
+    pytest.mark.promise("programs"),
     pytest.mark.usefixtures(nobody_was_asked.__name__),
 ]
 ROWS, LENGTH, SIZE, WORDS = 8, 10, 4, 31

@@ -14,7 +14,7 @@ from tests.zoo.residents import residents
 from tests.zoo.species import ROWS, ZOO
 
 
-pytestmark = [pytest.mark.laws]
+pytestmark = [pytest.mark.laws, pytest.mark.promise("refused")]
 SIZES = (1, 2, 3, 4, 5, 8)
 FAR = 1e-4
 COUPLED = {

@@ -27,6 +27,7 @@ WIDTH = 64
 
 pytestmark = [
     pytest.mark.exact,
+    pytest.mark.promise("sizes"),
     pytest.mark.usefixtures(few_to_collect.__name__, "nobody_watches_for_writes"),
 ]
 
@@ -73,6 +74,7 @@ def made(loss, budget=None):
     return pa.make_step(loss, pa.adamw(), microbatch_size="auto", memory_budget=budget)
 
 
+@pytest.mark.given_up("memory budget")
 @examples(1 / 3)
 @given(few, few)
 def test_the_largest_half_that_the_budget_allows_is_taken(rows, fits):
@@ -106,6 +108,7 @@ def test_without_a_shortage_a_batch_is_one_microbatch():
     assert loss.tried() == [7]
 
 
+@pytest.mark.given_up("memory budget")
 def test_later_batches_begin_at_what_is_known():
     loss = Counted()
     step = made(loss, peak(8, make_batch(32)))
@@ -165,6 +168,23 @@ KINDS = {
 }
 
 
+def test_later_batches_begin_at_the_size_that_went_well():
+    """Of any length; where it no longer fits it is halved again."""
+    loss = Scarce()
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", check=False)
+    state = step.init(torch.ones(3))
+    for holds, rows, sizes in (
+        (8, 32, [32, 16, *[8] * 4]),
+        (8, 32, [8] * 4),
+        (8, 20, [8, 8, 4]),
+        (2, 8, [8, 4, *[2] * 4]),
+        (2, 8, [2] * 4),
+    ):
+        loss.holds, loss.rows = holds, []
+        step(state, rows_like(3)(rows))
+        assert loss.rows == sizes
+
+
 def calling(form, loss):
     """One function for all kinds."""
     if form == "step":
@@ -187,6 +207,7 @@ def test_what_is_known_of_one_kind_is_not_taken_for_another(form):
         assert loss.rows == sizes, name
 
 
+@pytest.mark.given_up("memory budget")
 def test_a_budget_is_kept_for_each_shape_of_params():
     """What is known to fit is not counted again: of wider params nothing is known yet."""
     batch, wide = torch.ones(16, 1), torch.linspace(0.5, 2, 8 * WIDTH)
@@ -206,6 +227,7 @@ def test_a_budget_is_kept_for_each_shape_of_params():
         loss.tried()
 
 
+@pytest.mark.given_up("memory budget")
 def test_a_size_that_fits_no_longer_is_forgotten():
     """Samples of the same shape, of which more is kept than before."""
     loss = Counted()
@@ -223,6 +245,7 @@ def test_a_size_that_fits_no_longer_is_forgotten():
     assert loss.tried() == [1] * 8
 
 
+@pytest.mark.given_up("memory budget")
 def test_a_proven_size_is_not_counted():
     seen = []
 
@@ -279,6 +302,7 @@ def test_a_stream_gives_aux_that_outlives_its_window(donate):
     assert_trees_bitwise_equal(streamed("auto", donate=donate), streamed(None))
 
 
+@pytest.mark.given_up("memory budget")
 def test_a_larger_size_is_tried_again_after_a_while():
     loss = Scarce()
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", retry_after=2)
@@ -372,15 +396,23 @@ def test_sizes_are_tried_without_the_compiler():
         called.clear()
 
 
+def budget(*case):
+    return pytest.param(*case, marks=pytest.mark.given_up("memory budget"))
+
+
 @pytest.mark.parametrize(
     ("error", "options", "words"),
     [
-        (ValueError, {"retry_after": 0}, ("retry_after is 0", "at least 1, the steps")),
-        (ValueError, {"retry_after": 3, "microbatch_size": 2}, ("retry_after=3", "=2", "'auto'")),
-        (ValueError, {"memory_budget": 0}, ("memory_budget is 0", "at least 1, the bytes")),
-        (TypeError, {"memory_budget": 2.0}, ("memory_budget is 2.0, a float", "bytes")),
-        (TypeError, {"memory_budget": True}, ("memory_budget is True, a bool", "bytes")),
-        (ValueError, {"memory_budget": 9, "microbatch_size": 2}, ("=9", "=2", "'auto'")),
+        budget(ValueError, {"retry_after": 0}, ("retry_after is 0", "at least 1, the steps")),
+        budget(
+            ValueError,
+            {"retry_after": 3, "microbatch_size": 2},
+            ("retry_after=3", "=2", "'auto'"),
+        ),
+        budget(ValueError, {"memory_budget": 0}, ("memory_budget is 0", "at least 1, the bytes")),
+        budget(TypeError, {"memory_budget": 2.0}, ("memory_budget is 2.0, a float", "bytes")),
+        budget(TypeError, {"memory_budget": True}, ("memory_budget is True, a bool", "bytes")),
+        budget(ValueError, {"memory_budget": 9, "microbatch_size": 2}, ("=9", "=2", "'auto'")),
         (TypeError, {"microbatch_size": "all"}, ("microbatch_size is 'all', a str", "int")),
     ],
 )
@@ -410,6 +442,7 @@ def mean(params, batch):
     return (params * batch).mean()
 
 
+@pytest.mark.given_up("memory budget")
 def test_a_size_is_proven_up_to_the_longest_batch_that_it_took():
     """A batch also takes memory for its length: what a short one took is not proven for a long."""
 

@@ -14,7 +14,7 @@ from tests.draws import generator
 from tests.exactly import integers
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.promise("values")]
 UNIT = Fraction(1, 2**24)  # u of float32
 TRANSFORMS = ("grad", "value")
 

@@ -16,7 +16,11 @@ from tests.problems import in_a_window, in_parts, once
 from tests.refusals import PARAMS, Loss, make_batch, refused, squares
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("applied")]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.promise("applied"),
+    pytest.mark.promise("batches"),
+]
 BAD = (-1.0, -0.5, -1e300, torch.nan, torch.inf, -torch.inf)
 engines = pytest.mark.parametrize("engine", ENGINES)
 modes = pytest.mark.parametrize("nonfinite", NONFINITE)

@@ -22,7 +22,7 @@ from tests.draws import generator, slices
 from tests.problems import in_parts, once
 
 
-pytestmark = [pytest.mark.exact]
+pytestmark = [pytest.mark.exact, pytest.mark.promise("batches")]
 ROWS = 6
 
 

@@ -134,6 +134,8 @@ REFUSED = (
 )
 
 
+@pytest.mark.promise("closure")
+@pytest.mark.promise("followed")
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @examples(1 / 4, fewest=8)  # each is fifteen transforms: 0.2 s
 @given(st.sampled_from([1, 2, 3, [1, 4], 5]), st.sampled_from(["all", "the last"]), seeds())
@@ -219,6 +221,7 @@ def test_a_part_of_a_network_is_cut_inside_of_it(around, by):
     assert (got - want).norm() <= ROOT * want.norm()
 
 
+@pytest.mark.given_up("captured")
 def test_a_tensor_that_cannot_be_exchanged_is_refused():
     """One that was made in a call before, from what is differentiated, and kept."""
     kept = []
@@ -293,6 +296,7 @@ def test_a_captured_tensor_that_is_handed_on(name, reduction, by):
     assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
 
 
+@pytest.mark.given_up("captured")
 @pytest.mark.parametrize("reduction", ["sum", "stack"])
 @pytest.mark.parametrize("name", ["to a Function, and more", "to a Function, later"])
 def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(name, reduction):
@@ -301,6 +305,25 @@ def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(name, r
     gradient = grad(lambda w: total_of(name, reduction, c, w).sin())(w)
     with saying(RuntimeError, "did not use a captured tensor"):
         gradient.sum().backward()
+
+
+@pytest.mark.promise("followed")
+@pytest.mark.parametrize("reduction", ["sum", "stack"])
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_a_leaf_below_a_transform_that_is_handed_on_is_never_a_constant(name, reduction):
+    """Its derivative through a gradient of torch.func is right, or something raises."""
+    w, own = torch.tensor([2.0, -1, 1]).double(), leaf(torch.tensor([1.0, 2, 3]).double())
+    each = HANDED_ON[name]
+    plain = lambda c, w: torch.stack([each(c, w, part) for part in RISING.split(1)]).sum()  # noqa: E731
+    of = lambda total, w: (total * w.sum() / 64).sin()  # noqa: E731
+    want = pulled(lambda c: grad(lambda w: of(plain(c, w), w))(w).sum(), own)
+    try:
+        got = grad(lambda w: of(total_of(name, reduction, own, w), w))(w)
+        assert got.requires_grad
+        got.sum().backward()
+    except RuntimeError:
+        return
+    assert (own.grad - want).norm() <= ROOT * want.norm()
 
 
 OF_PARTS = {

@@ -7,6 +7,8 @@ is without ``pa.microbatch``: gradients of first and higher order, calls of hook
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -226,6 +228,13 @@ class Programs:
         end(cut(of)(X)).backward()
         return [k.grad, *grads(net)]
 
+    def leaves_in_a_cut_inside(cut):
+        net, k = network(), leaf(0.5)
+        inside = lambda y: net(y) * k  # noqa: E731
+        of = lambda x: pa.microbatch(inside, microbatch_size=1, batch_argnums=0)(x)  # noqa: E731
+        end(cut(of)(X)).backward()
+        return [k.grad, *grads(net)]
+
     def in_a_scripted_module(cut):
         scripted = torch.jit.script(network())
         end(cut(scripted)(X)).backward()
@@ -396,6 +405,19 @@ class Programs:
 
 
 PROGRAMS = {name.replace("_", " "): f for name, f in vars(Programs).items() if callable(f)}
+CAPTURED = pytest.mark.given_up("captured")
+RESTORED = pytest.mark.given_up("restored modes")
+GIVEN_UP = {
+    "what another tensor was computed of": CAPTURED,
+    "what another thread has computed": CAPTURED,
+    "as a sum that nobody sees": CAPTURED,
+    "in a cut inside": CAPTURED,
+    "through steps of a learner": CAPTURED,
+    "levels in levels": CAPTURED,
+    "experts that another call has put in": RESTORED,
+    "frozen experts that another call has put in": RESTORED,
+    "another mode between": RESTORED,
+}
 
 
 def run(name, cut):
@@ -410,10 +432,74 @@ def run(name, cut):
     return [w.grad]
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, *OF_A_LEAF, *OF_A_NETWORK])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=GIVEN_UP.get(name, ()))
+        for name in [*PROGRAMS, *OF_A_LEAF, *OF_A_NETWORK]
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_program_is_what_it_is_without_microbatches(name):
-    got, want = (run(name, by) for by in (cut, plainly))
+    compare(*(run(name, by) for by in (cut, plainly)))
+
+
+@pytest.mark.promise("followed")
+@pytest.mark.promise("second run")
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_a_program_that_is_hard_to_follow_is_never_another_one(name):
+    """It is what it is without microbatches, or raises."""
+    want = run(name, plainly)
+    try:
+        got = run(name, cut)
+    except RuntimeError:
+        return
+    compare(got, want)
+
+
+class Owner:
+    def __init__(self, net):
+        self.nets = [net]
+
+    def call(self, x):
+        return self.nets[0](x)
+
+
+def of_a_weak_reference(net):
+    weak = ref(net)
+    return lambda x: weak()(x)
+
+
+HOLDERS = {
+    "a closure": lambda net: lambda x: net(x),
+    "a closure in a closure": lambda net: (lambda f: lambda x: f(x))(lambda x: net(x)),
+    "a default": lambda net: lambda x, net=net: net(x),
+    "a partial": lambda net: partial(lambda net, x: net(x), net),
+    "a bound method": lambda net: Owner(net).call,
+    "an object that is called": lambda net: partial(Owner.call, Owner(net)),
+    "a container": lambda net: (lambda nets: lambda x: nets["a"][0](x))({"a": (net,)}),
+    "an attribute": lambda net: (lambda it: lambda x: it.net(x))(SimpleNamespace(net=net)),
+    "a weak reference": of_a_weak_reference,
+}
+
+
+@pytest.mark.promise("second run")
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_mode_that_changes_between_is_never_that_of_another_function(name):
+    """Wherever a function holds the module."""
+    net, x = nn.Sequential(network(), nn.Dropout()).eval(), X.clone().requires_grad_()
+    wrt = [x, *net.parameters()]
+    want = torch.autograd.grad(end(net(x)), wrt)
+    total = end(cut(HOLDERS[name](net))(x))
+    net.train()
+    try:
+        got = torch.autograd.grad(total, wrt)
+    except RuntimeError:
+        return
+    compare(got, want)
+
+
+def compare(got, want):
     assert len(got) == len(want) > 0
     for x, y in zip(got, want, strict=True):
         assert (x is None) == (y is None)
@@ -423,6 +509,7 @@ def test_a_program_is_what_it_is_without_microbatches(name):
             assert y.norm() > 0
 
 
+@pytest.mark.promise("second run")
 def test_a_write_to_what_a_later_microbatch_alone_uses_is_refused():
     """It needs no gradient, and the first microbatch, which is observed, does not read it."""
     w = leaf(1, 2, 3)
@@ -433,6 +520,7 @@ def test_a_write_to_what_a_later_microbatch_alone_uses_is_refused():
         total.backward()
 
 
+@pytest.mark.promise("second run")
 def test_what_is_frozen_before_the_backward_pass_is_refused_and_stays_frozen():
     net = network()
     total = end(cut(net)(X))
@@ -442,6 +530,7 @@ def test_what_is_frozen_before_the_backward_pass_is_refused_and_stays_frozen():
     assert not any(p.requires_grad for p in net.parameters())
 
 
+@pytest.mark.promise("second run")
 def test_what_is_no_longer_reached_is_refused_and_watched_from_then_on():
     """A function that is not pure, and whose next call is right."""
     w, ran = leaf(1, 2, 3), []
@@ -455,6 +544,7 @@ def test_what_is_no_longer_reached_is_refused_and_watched_from_then_on():
     assert w.grad is not None
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("around", ["backward", "torch.func"])
 def test_no_operation_is_watched(around, monkeypatch):
     """Where a graph tells all: at top level what is captured too, under grad what is given."""

@@ -14,7 +14,7 @@ import pureaccum as pa
 from pureaccum._core.closures import MOST, held_by
 
 
-pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
+pytestmark = [pytest.mark.purity, pytest.mark.mechanism]
 T, NET = torch.ones(2), nn.Linear(2, 2)
 FN = pa.functional(NET)
 LOGGER = logging.getLogger(__name__)

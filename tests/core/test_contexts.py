@@ -29,7 +29,7 @@ from tests.runs import RUNS
 from tests.tables import each_once
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
 KINDS = {kind: kind for kind in ("grad", "accumulator", "donated accumulator")}
 LossOf = Callable[[Tensors, Any], Tensor]
 
@@ -43,6 +43,7 @@ def gradient(loss, params, batch, kind="grad", **options):
 # Autocast ------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("policy")
 @receivers("microbatches", "value")
 def test_autocast_around_a_call_holds_on_to_weights(to):
     loss, batch = Loss(squares), make_batch()
@@ -54,6 +55,7 @@ def test_autocast_around_a_call_holds_on_to_weights(to):
         to.run(loss, PARAMS, batch)
 
 
+@pytest.mark.promise("policy")
 @receivers("microbatches")
 def test_autocast_without_a_cache_or_inside_the_loss_is_welcome(to):
     def inside(params, batch):
@@ -77,6 +79,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.promise("policy")
 @pytest.mark.parametrize("name", SAMPLES)
 def test_autocast_around_chunks_of_samples_holds_on_to_weights(name):
     """Around a single chunk it holds no more than it does around any call."""

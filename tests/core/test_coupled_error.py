@@ -14,7 +14,11 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.problems import leaf, nobody_was_asked
 
 
-pytestmark = [pytest.mark.laws, pytest.mark.usefixtures(nobody_was_asked.__name__)]
+pytestmark = [
+    pytest.mark.laws,
+    pytest.mark.promise("refused"),
+    pytest.mark.usefixtures(nobody_was_asked.__name__),
+]
 ROWS, SIZE, CUT = 32, 8, 3  # a microbatch of eight is asked as three and five
 BOUND = 2.0**-26  # the root of float64's unit, relative to a leaf
 CLASSES = torch.tensor([1.0, 5.0, 0.2]).double()

@@ -71,6 +71,7 @@ def test_the_hessian_vector_product_that_the_documentation_names(problem):
     problem.compare(ours, product(problem.whole), terms)
 
 
+@pytest.mark.promise("compiled")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "nonfinite"),
@@ -296,11 +297,27 @@ def test_tangents_go_along(ours, plain):
         check(ours, plain, dual)
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("name", ["rows", "a sum"])
 def test_tangents_of_large_gradients_go_along(name, monkeypatch):
     """These are added as they come, but not where something is recorded beside them."""
     monkeypatch.setattr(weights, "LARGE", 1)
     check(*CASES[f"backward of {name}, recorded"], "wx")
+
+
+@pytest.mark.parametrize("name", ["rows", "a sum"])
+def test_tangents_of_a_gradient_of_two_mebibytes_go_along(name):
+    ours, whole = MICROBATCHED[name]
+    small = lambda f: lambda w, x: f(w / 2**5, x).sum() / 2**5  # noqa: E731
+    ours, plain = backward(small(ours), True), torch.func.grad(squared(small(whole)), (0, 1))
+    w, x = normal(512, 512), normal(6, 512, seed=1)
+    tangents = normal(512, 512, seed=2), normal(6, 512, seed=3)
+    value, want = torch.func.jvp(plain, (w, x), tangents)
+    with forward_ad.dual_level():
+        given = map(forward_ad.make_dual, (w, x), tangents)
+        pairs = [forward_ad.unpack_dual(it) for it in ours(*given)]
+    near([pair.primal for pair in pairs], [*value])
+    near([pair.tangent for pair in pairs], [*want])
 
 
 def check(ours, plain, dual):

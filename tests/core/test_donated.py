@@ -288,6 +288,7 @@ CAUSES = ("inf or NaN", "nonfinite='raise'", "learning rate", "Weighted")
 LOSSES = {leaf: make_bad(leaf) for leaf in ("w", "large")} | {"the loss": nan_loss}
 
 
+@pytest.mark.promise("errors")
 @engines
 @pytest.mark.parametrize("bad", LOSSES)
 def test_raise_names_the_leaf_or_the_loss_and_the_microbatch(engine, bad):
@@ -299,6 +300,7 @@ def test_raise_names_the_leaf_or_the_loss_and_the_microbatch(engine, bad):
     assert not any(f"'{leaf}'" in str(caught.value) for leaf in LEAVES if leaf != bad)
 
 
+@pytest.mark.promise("errors")
 @engines
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("bad", LOSSES)

@@ -347,6 +347,7 @@ def by_torch(w, x):
     return (w * x).sum() + (w**2 * total).sum()
 
 
+@pytest.mark.given_up("early writes")
 @on_ranks(2)
 def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank, world):
     """Each of them begins a new kind of batch when the other one does not; one has no samples."""
@@ -372,6 +373,23 @@ def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank, world):
                 assert_trees_bitwise_equal(call(batch), want)
 
 
+@on_ranks(2)
+def test_a_kind_of_batch_that_is_new_to_one_rank_alone_changes_nothing(rank, world):
+    """Nor does it keep the other one waiting, which has no samples."""
+    w = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    of_rank = whole_numbers(3, 2), whole_numbers(0, 2)
+    for loss in (by_psum, by_gather, by_gradient):
+        flagged = lambda w, b, loss=loss: pa.Weighted(loss(w, b["x"]), 1.0)  # noqa: E731
+        step = pa.make_step(flagged, pa.sgd(0.5), group=dist.group.WORLD)
+        for call in (lambda w, b, step=step: step(step.init(w), b), pa.grad(flagged)):
+            first, *others = [
+                call(w, {"x": of_rank[rank], "began": when > rank}) for when in range(3)
+            ]
+            for other in others:
+                assert_trees_bitwise_equal(other, first)
+
+
+@pytest.mark.given_up("sharded batches")
 @on_ranks(2)
 def test_an_observed_run_ends_where_dtensors_begin(rank, world):
     mesh = init_device_mesh("cpu", (world,))

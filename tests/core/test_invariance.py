@@ -22,7 +22,7 @@ from tests.exactly import (
 )
 
 
-pytestmark = [pytest.mark.laws, pytest.mark.promise("bounds")]
+pytestmark = [pytest.mark.laws, pytest.mark.promise("bits")]
 
 
 def accumulated(loss, params, parts, **options):
@@ -109,6 +109,7 @@ def test_the_order_of_dict_keys_does_not_matter(seed, loss, sizes, names, column
     assert_trees_bitwise_equal(grads, {order[name]: {name: expected[name]} for name in names})
 
 
+@pytest.mark.promise("ensembles")
 @examples(1 / 3)
 @given(seeds(), losses, st.integers(2, 12), st.data())
 def test_vmap_of_the_engine_is_a_loop_of_the_engine(seed, loss, rows, data):

@@ -13,7 +13,7 @@ from pureaccum._core.layers.order import LAYERS
 from pureaccum._core.seams import judged_below, taking
 
 
-pytestmark = [pytest.mark.laws]
+pytestmark = [pytest.mark.laws, pytest.mark.mechanism]
 found = []
 
 

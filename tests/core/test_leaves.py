@@ -41,6 +41,7 @@ def test_any_history_sums_every_kind_of_leaf(kind, engine, seed, history):
         assert_trees_bitwise_equal(grads, {name: leaf / by for name, leaf in want.items()})
 
 
+@pytest.mark.promise("narrow")
 @pytest.mark.parametrize("narrow", [True, False], ids=["all", "no bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 @examples(1 / 12)

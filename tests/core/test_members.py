@@ -17,7 +17,7 @@ from tests.draws import examples, generator
 from tests.exactly import WEIGHTED, full_batch, losses, make_batch, make_params
 
 
-pytestmark = pytest.mark.transforms
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("ensembles")]
 MEMBERS = 3
 
 
@@ -128,6 +128,7 @@ def test_donation_is_without_effect_under_vmap(seed, loss, rows, data):
     assert_trees_bitwise_equal(plain, donated)
 
 
+@pytest.mark.promise("narrow")
 @given(seeds(), st.integers(1, 40), st.integers(1, 4))
 def test_bf16_params_are_summed_in_float32(seed, rows, size):
     """Each microbatch's gradient is exact in bfloat16 and their sum is not: rounded once."""
@@ -141,6 +142,7 @@ def test_bf16_params_are_summed_in_float32(seed, rows, size):
     assert vmap(gradient, (0, None))(w, x).dtype == torch.bfloat16
 
 
+@pytest.mark.promise("narrow")
 @given(seeds(), st.integers(1, 8), st.integers(1, 8))
 def test_bf16_params_have_their_derivatives(seed, rows, size):
     """Second derivatives of bfloat16 params, all numbers below 2**8 and so exact."""

@@ -15,8 +15,9 @@ import pureaccum as pa
 from pureaccum._core import coupling
 
 
-pytestmark = [pytest.mark.bounds]
+pytestmark = [pytest.mark.bounds, pytest.mark.promise("refused")]
 PARTS, WIDTH = 4, 64
+AUTO = pytest.param("auto", marks=pytest.mark.given_up("auto engine"))
 STATE = torch.get_rng_state().numel()  # bytes of where a generator stands, which is kept
 
 
@@ -66,7 +67,7 @@ def peak(run):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("way", ["value", "auto", "func", "autograd", "step", "donated step"])
+@pytest.mark.parametrize("way", ["value", AUTO, "func", "autograd", "step", "donated step"])
 def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way, name):
     coupling._answers.clear()  # or it would not be the first
     asking, plain = (peak(run_of(way, name, check)) for check in (True, False))
@@ -76,6 +77,7 @@ def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way, name):
     assert plain > 4 * 64 * WIDTH  # it was measured
 
 
+@pytest.mark.mechanism
 def test_what_is_joined_is_gone_before_the_loss_is_recorded():
     """A process keeps the pages that lie between it and a graph."""
     x, joined, alive = torch.randn(64, 3), [], []

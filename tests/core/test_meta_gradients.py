@@ -190,6 +190,7 @@ def test_derivatives_through_steps_are_those_of_differences():
     assert (wrong - right).norm() > 0.1 * right.norm()
 
 
+@pytest.mark.given_up("captured")
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("captured", ["rate", "theta"])
 def test_a_rematerialised_step_has_the_derivatives_of_what_it_captures(size, captured):
@@ -218,7 +219,7 @@ engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_plain_autograd_follows_the_weights_of_samples_or_is_refused(
     size, engine, passed, nonfinite
 ):
-    """A gradient and a step are followed; a stream is not, nor what the loss of a step captures."""
+    """A gradient and a step are followed; a stream is not."""
     at, batches = make(4)
     theta = at.theta[0].clone().requires_grad_()
     batch = batches[0] | ({"theta": theta} if passed else {"row": torch.arange(ROWS)})
@@ -239,12 +240,26 @@ def test_plain_autograd_follows_the_weights_of_samples_or_is_refused(
     state = in_parts(acc, at.params, pa.microbatches(batch, size or ROWS))
     with pytest.raises(RuntimeError, match="no graph is kept"):
         squares(acc.finalize(state)).backward()
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, noise=True, **options)
     if passed:
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, noise=True, **options)
         assert once(step, at.params, batch)[1].loss.requires_grad
-    else:
-        with pytest.raises(RuntimeError, match="captures a tensor"):
-            once(step, at.params, batch)
+
+
+@pytest.mark.given_up("captured")
+@sizes
+@engines
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+def test_a_step_whose_loss_captures_the_weights_of_samples_is_refused(size, engine, nonfinite):
+    at, batches = make(4)
+    theta = at.theta[0].clone().requires_grad_()
+
+    def loss(params, batch):
+        return weighted(params, batch | {"theta": theta[batch["row"]]})
+
+    options = {"engine": engine, "nonfinite": nonfinite}
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, noise=True, **options)
+    with pytest.raises(RuntimeError, match="captures a tensor"):
+        once(step, at.params, batches[0] | {"row": torch.arange(ROWS)})
 
 
 def test_a_microbatch_of_no_weight_has_no_part_in_a_derivative_of_the_noise():

@@ -13,7 +13,7 @@ from pureaccum.testing.strategies import compositions, seeds
 from tests.draws import generator
 
 
-pytestmark = [pytest.mark.laws, pytest.mark.promise("weights")]
+pytestmark = [pytest.mark.laws, pytest.mark.promise("values"), pytest.mark.promise("weights")]
 ROWS = 7
 REDUCTIONS = {
     "accuracy": "concat",
@@ -78,6 +78,7 @@ def by_stream(sizes):
     return lambda w, batch: of(w, pa.microbatches(batch, sizes))
 
 
+BUDGETED = "window of auto"
 WAYS = {
     "value": lambda sizes: pa.value(loss, microbatch_size=sizes, **OPTIONS),
     "stream": by_stream,
@@ -87,14 +88,20 @@ WAYS = {
     "step": by_step,
     "a step that skips": lambda sizes: by_step(sizes, nonfinite="skip"),
     "window": by_window,
-    "window of auto": lambda sizes: by_window(sizes, microbatch_size="auto", memory_budget=10**9),
+    BUDGETED: lambda sizes: by_window(sizes, microbatch_size="auto", memory_budget=10**9),
     "microbatch": lambda sizes: pa.microbatch(
         loss, microbatch_size=sizes, reduce=("sum", REDUCTIONS)
     ),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.given_up("memory budget") if way == BUDGETED else ())
+        for way in WAYS
+    ],
+)
 @given(seeds(), compositions(ROWS))
 def test_each_metric_is_that_of_the_whole_batch(way, seed, sizes):
     w, batch = torch.tensor(2.0), tokens(seed)
@@ -153,6 +160,7 @@ def test_metrics_of_no_weight_are_nan():
         assert aux["int"] == 1.5
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize(
     ("mean", "told"),
     [
@@ -173,6 +181,7 @@ def test_what_is_no_mean_is_refused(mean, told, size):
 # Value: a policy, a stream -----------------------------------------------------------------------
 
 
+@pytest.mark.promise("policy")
 @pytest.mark.parametrize("way", ["whole", "cut", "stream"])
 @pytest.mark.parametrize("mode", ["compute", "autocast"])
 def test_a_policy_is_that_of_the_step(way, mode):
@@ -223,6 +232,7 @@ def test_several_streams_go_side_by_side():
         value(torch.tensor(1.0), [*x.split(2)], [*x.split(2)[:2]])
 
 
+@pytest.mark.promise("errors")
 def test_what_is_no_stream_is_refused():
     def value(batch, **options):
         return pa.value(lambda w, x: w * x[0].mean(), stream=True, **options)(
@@ -243,6 +253,7 @@ def test_what_is_no_stream_is_refused():
         pa.value(lambda w, x: (w * x).mean(), policy="bf16")
 
 
+@pytest.mark.promise("writes")
 def test_a_write_to_a_later_batch_of_a_stream_is_seen():
     calls = 0
 

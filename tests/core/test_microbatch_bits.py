@@ -323,6 +323,7 @@ def test_a_step_with_everything_is_the_step_over_the_full_batch(kind, data, seed
     assert new.buffers["n"] == 4  # once, and not for every microbatch
 
 
+@pytest.mark.promise("applied")
 def test_a_step_that_is_not_finite_is_not_applied():
     params, x = torch.ones(2), torch.ones(6, 2)
     x[5, 0] = torch.nan
@@ -337,6 +338,7 @@ def test_a_step_that_is_not_finite_is_not_applied():
     assert step(new, torch.ones(6, 2))[1].applied
 
 
+@pytest.mark.promise("policy")
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_a_policy_casts_what_is_given_and_nothing_in_between(engine):
     """What a function of samples widens on purpose stays so: 257 is no number of bfloat16."""
@@ -356,6 +358,7 @@ def test_a_policy_casts_what_is_given_and_nothing_in_between(engine):
     assert info.loss == 4 * 257
 
 
+@pytest.mark.promise("narrow")
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_sum_over_many_tokens_fits_into_half_precision(engine, size):

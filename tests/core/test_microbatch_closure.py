@@ -236,6 +236,7 @@ def test_each_transform_of_a_coupled_loss_is_that_of_plain_code(transform, name,
     near_together(transform(ours)(params, batch), transform(plain)(params, batch))
 
 
+@pytest.mark.promise("ensembles")
 @pytest.mark.parametrize("optimizer", [pa.sgd(0.1), pa.adamw(0.01)], ids=["sgd", "adamw"])
 def test_an_ensemble_of_states_is_its_members(optimizer):
     def stepped(loss):

@@ -19,7 +19,11 @@ import pureaccum as pa
 from tests.problems import normal, pulled
 
 
-pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
+pytestmark = [
+    pytest.mark.transforms,
+    pytest.mark.promise("closure"),
+    pytest.mark.promise("programs"),
+]
 W, X, C = normal(3, 4, seed=1), normal(5, 3, seed=2), normal(4, seed=3)
 
 
@@ -289,7 +293,14 @@ def near(got, want, name):
         assert (x.double() - y.double()).norm() <= 1e-10 * (1 + y.double().norm()), name
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # that weight is neither a leaf nor the module's parameter
+        pytest.param(name, marks=pytest.mark.given_up("captured") if "computed" in name else ())
+        for name in PROGRAMS
+    ],
+)
 @pytest.mark.parametrize("size", [2, [1, 4]], ids=str)
 @pytest.mark.filterwarnings("ignore")
 def test_every_program_is_the_plain_one(name, size):
@@ -306,6 +317,7 @@ def test_every_program_is_the_plain_one(name, size):
     near(got, PROGRAMS[name](uncut), name)
 
 
+@pytest.mark.promise("second run")
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("form", ["vmap of grad", "grad of vmap", "vmap of jvp", "vmap of both"])
 def test_dropout_under_vmap_draws_again_what_it_drew(form, randomness):

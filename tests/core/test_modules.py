@@ -13,7 +13,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.problems import pulled
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("engines")]
 ENGINES = ("func", "autograd")
 engines = pytest.mark.parametrize("engine", ENGINES)
 
@@ -101,6 +101,7 @@ def test_parametrized_weights_have_their_gradients(engine, parametrization):
         assert (grads[name] - p.grad).norm() <= 2**-26.5 * scale
 
 
+@pytest.mark.promise("narrow")
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_params_may_have_mixed_dtypes(engine, dtype):
@@ -115,6 +116,7 @@ def test_params_may_have_mixed_dtypes(engine, dtype):
     )
 
 
+@pytest.mark.promise("purity")
 @engines
 def test_params_that_require_grad_get_no_grad(engine):
     """A module's own parameters may be passed: they are followed, and ``.grad`` stays None."""

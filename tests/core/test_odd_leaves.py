@@ -18,7 +18,7 @@ from tests.problems import in_parts
 from tests.tables import each_once
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("bits")]
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 widths = pytest.mark.parametrize("width", [3, 2**18])  # the latter is added by a hook
 COUNTS = ("microbatches", "skipped", "nonfinite", "weighted")
@@ -58,6 +58,7 @@ def test_gradients_of_complex_parameters_are_summed(engine, width, nonfinite, se
     assert_trees_bitwise_equal(gradient(params, (x, y)), want)
 
 
+@pytest.mark.promise("skip")
 @engines
 @widths
 def test_a_complex_gradient_that_is_not_finite_is_skipped(engine, width):
@@ -75,6 +76,7 @@ def test_a_complex_gradient_that_is_not_finite_is_skipped(engine, width):
     assert torch.equal(gradient(w, x), (6 + 1j) * w)
 
 
+@pytest.mark.promise("skip")
 @engines
 @widths
 @pytest.mark.parametrize("weighted", [False, True])
@@ -97,6 +99,7 @@ def test_a_gradient_may_be_nan_where_the_loss_is_not(engine, width, donate, weig
     assert_trees_bitwise_equal(gradient(params, torch.tensor([0.0, 4.0])), acc.finalize(second)[0])
 
 
+@pytest.mark.promise("batches")
 @engines
 @pytest.mark.parametrize("value", [3, 2.5, True, 1 + 0j, None], ids=repr)
 def test_a_batch_may_hold_leaves_that_all_rows_share(engine, value):
@@ -163,6 +166,7 @@ def test_leaves_may_have_no_dimension_and_no_elements(engine, nonfinite, reducti
     assert_trees_bitwise_equal(gradient(params, batch), torch.func.grad(loss)(params, batch))
 
 
+@pytest.mark.promise("narrow")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @engines
 def test_zero_d_leaves_keep_their_dtype(engine, dtype):
@@ -263,6 +267,7 @@ def test_sparse_gradients_are_summed_as_dense_ones(
         assert_trees_bitwise_equal(result, expected)
 
 
+@pytest.mark.promise("skip")
 @engines
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("donate", [False, True])

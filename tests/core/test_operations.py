@@ -26,6 +26,7 @@ from tests.problems import Functions, leaf
 
 pytestmark = [
     pytest.mark.laws,
+    pytest.mark.promise("closure"),
     pytest.mark.promise("purity"),
     pytest.mark.filterwarnings("ignore"),  # torch's own, of its operations
 ]
@@ -232,6 +233,7 @@ def size(x):
     return float(real(x).nan_to_num(0.0, 0.0, 0.0).norm())
 
 
+@pytest.mark.mechanism
 @parts
 def test_a_function_mode_changes_no_bit(part):
     """``microbatch`` finds what is captured by such a mode, in the run that it uses."""

@@ -23,7 +23,11 @@ from tests.problems import drawing
 
 ROWS = 8
 
-pytestmark = [pytest.mark.faults, pytest.mark.usefixtures(few_to_collect.__name__)]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.promise("sizes"),
+    pytest.mark.usefixtures(few_to_collect.__name__),
+]
 Tensors = dict[str, Tensor]
 
 
@@ -185,7 +189,14 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+# Places that are known by the names of functions of ours.
+OURS = "the norm", "the clipping", "the loss scale", "the update", "the buffers"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(x, marks=pytest.mark.mechanism if x in OURS else ()) for x in PLACES],
+)
 def test_memory_may_run_out_in_every_place(place):
     name, points = PLACES[place]
     started(name)

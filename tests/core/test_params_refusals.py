@@ -137,6 +137,7 @@ class Spec(list[Path]):
         return self
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("size", [100, 1000, 10_000])
 @pytest.mark.parametrize("extra", [False, True])
 def test_the_message_for_another_structure_looks_at_each_leaf_once(size, extra):

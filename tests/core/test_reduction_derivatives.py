@@ -20,7 +20,11 @@ from tests.draws import examples, generator
 from tests.problems import ROOT, near_together, normal
 
 
-pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
+pytestmark = [
+    pytest.mark.transforms,
+    pytest.mark.promise("closure"),
+    pytest.mark.promise("reductions"),
+]
 ROWS = 5
 X, W = normal(ROWS, 3), normal(3, seed=1)
 

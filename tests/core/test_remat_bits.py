@@ -20,7 +20,11 @@ from tests.draws import generator
 from tests.problems import drawing, leaf, pulled
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.promise("second run"),
+    pytest.mark.promise("closure"),
+]
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 
 

@@ -174,11 +174,23 @@ def joined(run):
 
 QUICK = [("scan", "params"), ("scan", "sequence"), ("time inside", "all")]
 CASES = [*((form, by) for form in FORMS for by in ("params", "all")), ("scan", "carry")]
-SLOW = [pytest.param(*it, marks=pytest.mark.slow) for it in CASES if it not in QUICK]
+# What it captures, as forward AD or a vmap follows it.
+GIVEN_UP = {
+    *("jvp", "dual numbers", "jvp of grad", "grad of jvp", "jvp of jvp", "vmap", "vmap of hvp"),
+    *("jacfwd", "hessian", "jacfwd twice"),
+}
 
 
-@pytest.mark.parametrize(("form", "by"), [*QUICK, *SLOW])
-@pytest.mark.parametrize("derivative", DERIVATIVES)
+def of_every_form():
+    slow, given_up = pytest.mark.slow, pytest.mark.given_up("captured")
+    for form, by in [*QUICK, *(it for it in CASES if it not in QUICK)]:
+        for derivative in DERIVATIVES:
+            marks = [] if (form, by) in QUICK else [slow]
+            marks += [given_up] if form == "captured" and derivative in GIVEN_UP else []
+            yield pytest.param(derivative, form, by, marks=marks)
+
+
+@pytest.mark.parametrize(("derivative", "form", "by"), [*of_every_form()])
 def test_every_derivative_is_that_of_the_loop(derivative, form, by):
     ours, theirs = (DERIVATIVES[derivative](*BY[by](joined(f))) for f in (FORMS[form], over_time))
     near_together(ours, theirs)
@@ -256,6 +268,7 @@ def test_random_nests_are_those_of_the_loop(seed, cut, order, depth):
 # What a chunk does ------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("second run")
 @pytest.mark.parametrize("by", ["func", "backward", "forward alone"])
 def test_what_a_chunk_draws_it_draws_again(by):
     def noisy(w, h, xs):
@@ -313,6 +326,7 @@ def test_a_module_goes_through_a_sequence(by):
         near_together(got, want)
 
 
+@pytest.mark.promise("weights")
 def test_a_mean_of_no_weight_in_a_chunk_adds_nothing_even_where_it_is_nan():
     def masked(w, h, xs):
         mask = (xs > 0).double()
@@ -326,6 +340,7 @@ def test_a_mean_of_no_weight_in_a_chunk_adds_nothing_even_where_it_is_nan():
     assert f(w) == 7
 
 
+@pytest.mark.promise("reductions")
 def test_a_reducer_of_the_users_own_and_stacked_outputs():
     longest = pa.Reducer(
         lambda like: like.new_zeros(()),
@@ -419,6 +434,7 @@ BAD = {
 }
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize("case", BAD)
 def test_what_a_chunk_may_not_return_is_refused_by_its_leaf(case):
     func, error, words = BAD[case]
@@ -465,13 +481,25 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("case", MADE)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            it,
+            marks=pytest.mark.given_up("host rows")
+            if it == "another place"
+            else pytest.mark.promise("errors"),
+        )
+        for it in MADE
+    ],
+)
 def test_what_it_is_not_made_of_is_refused_by_name(case):
     run, error, words = MADE[case]
     with saying(error, *words):
         run()
 
 
+@pytest.mark.given_up("early writes")
 def test_a_chunk_that_writes_to_what_it_is_given_is_refused():
     def writes(w, h, x):
         h.add_(x.sum())
@@ -483,6 +511,21 @@ def test_a_chunk_that_writes_to_what_it_is_given_is_refused():
     assert torch.equal(H, before)
 
 
+@pytest.mark.promise("writes")
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_chunk_that_has_written_to_what_it_is_given_raises(which):
+    """Before it is written or after: in either case nothing comes out."""
+    args = W, H.clone(), XS.clone()
+
+    def writes(*given):
+        given[which].add_(1)
+        return over_time(*given)
+
+    with pytest.raises(RuntimeError):
+        pa.scan(writes, chunk_size=2)(*args)
+
+
+@pytest.mark.promise("purity")
 def test_no_argument_is_changed():
     params, carry, xs = exact(0)
     before = optree.tree_map(torch.clone, (params, carry, xs), namespace="pureaccum")

@@ -94,8 +94,28 @@ def test_a_nest_of_transforms_takes_the_memory_of_one_chunk(nest):
     assert not grows(nest, RUNS["scan"])
 
 
+# What it captures, as forward AD follows it, or made before the call.
+GIVEN_UP = "jvp", "jvp of grad", "grad of jvp", "meta-gradient"
+STILL = [it for it in USED if it not in GIVEN_UP]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("nest", every_night(USED, but=("backward", "jvp of grad")))
+@pytest.mark.parametrize(
+    "nest",
+    [
+        *every_night(STILL, but=("backward",)),
+        *(
+            pytest.param(
+                it,
+                marks=[
+                    pytest.mark.given_up("captured"),
+                    *([] if it == "jvp of grad" else [pytest.mark.nightly]),
+                ],
+            )
+            for it in GIVEN_UP
+        ),
+    ],
+)
 def test_so_it_does_where_parameters_are_captured(nest):
     assert not grows(nest, RUNS["captured"])
 

@@ -19,7 +19,11 @@ from tests.dropped import is_dropped
 from tests.exactly import integers
 
 
-pytestmark = pytest.mark.transforms
+pytestmark = [
+    pytest.mark.transforms,
+    pytest.mark.promise("closure"),
+    pytest.mark.promise("reductions"),
+]
 ROWS, SIZE = 16, 4
 Params = dict[str, Tensor]
 

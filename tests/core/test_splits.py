@@ -109,6 +109,7 @@ def test_sizes_of_their_own_give_the_bits_of_the_full_batch(engine, data):
 ODD = [None, [], (), 0, {}, torch.zeros(0), "batch"]  # whatever a loader yields
 
 
+@pytest.mark.promise("batches")
 @given(st.lists(st.sampled_from(range(len(ODD))), max_size=12), st.integers(1, 14), st.data())
 def test_windows_are_all_that_a_loader_yields_in_order(numbers, k, data):
     """Nothing is lost, whatever the batches are; and nothing is asked for before its window is."""
@@ -186,6 +187,7 @@ def test_an_accumulator_in_16_bits_would_be_caught(narrow):
     assert sum(caught) > len(caught) / 4
 
 
+@pytest.mark.promise("tools")
 @examples(1 / 2)
 @given(few.flatmap(losses), st.data())
 def test_the_majorant_bounds_value_and_gradient_of_every_part(model, data):

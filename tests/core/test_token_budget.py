@@ -9,7 +9,7 @@ import pureaccum as pa
 from tests.draws import generator
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.promise("batches")]
 MOST = 12
 LENGTHS = st.lists(st.integers(0, MOST), max_size=30)
 

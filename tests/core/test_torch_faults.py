@@ -23,7 +23,7 @@ from tests.draws import generator
 from tests.problems import Around, Operations, normal
 
 
-pytestmark = [pytest.mark.parity]
+pytestmark = [pytest.mark.parity, pytest.mark.promise("documented")]
 Function = Callable[[Tensor], Tensor]
 
 
@@ -222,6 +222,7 @@ def test_a_hook_on_a_primal_runs_outside_its_level_and_may_fill_a_buffer():
     assert not rest.any()
 
 
+@pytest.mark.promise("closure")
 def test_create_graph_false_loses_second_order_terms_without_an_error():
     """Why it is left at its default, and pa.grad's second derivative is right."""
     cube = lambda w, x: (w**3 * x).sum()  # noqa: E731
@@ -278,6 +279,7 @@ def test_torch_alone_recomputes_with_the_wrong_parameters():
     assert (wrong["parts.0.0.weight"] - right["parts.0.0.weight"]).norm() > 1e-3
 
 
+@pytest.mark.promise("narrow")
 def test_a_float16_loss_of_65536_is_infinite():
     """Why a loss is widened before it is pulled or scaled."""
     assert torch.tensor(65536.0).half().isinf()

@@ -120,7 +120,7 @@ CALLS = {
     "grad of grad": lambda w, x: grad(
         lambda w: pa.grad(loss, microbatch_size=3, reduction="sum")(w, x).square().sum()
     )(w),
-    "accumulator": lambda w, x: folded(pa.accumulator(loss, reduction="sum", engine="auto"), w, x),
+    "accumulator": lambda w, x: folded(pa.accumulator(loss, reduction="sum"), w, x),
     "sgd": stepping(lambda: pa.sgd(0.5, momentum=0.5), donate=True),
     "adamw": stepping(lambda: pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(0.1))),
     "scale": stepping(lambda: pa.adamw(0.1), loss_scale=pa.dynamic_loss_scale(8.0)),
@@ -140,8 +140,19 @@ CALLS = {
     "diagonal": diagonal,
 }
 QUICK = "concat", "a mean", "value", "grad", "sgd", "dropout"
+GIVEN_UP = {"grad auto": "auto engine", "sam": "lbfgs and sam"}
 calls = pytest.mark.parametrize(
-    "call", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in CALLS]
+    "call",
+    [
+        pytest.param(
+            x,
+            marks=[
+                *([] if x in QUICK else [pytest.mark.slow]),
+                *([pytest.mark.given_up(GIVEN_UP[x])] if x in GIVEN_UP else []),
+            ],
+        )
+        for x in CALLS
+    ],
 )
 NOT_EXACT = (
     *("adamw", "scale", "clipped", "functional", "grad of a mean", "value", "a mean"),
@@ -246,6 +257,7 @@ def test_other_ways_to_trace(call, way):
         same(call, program(*point), flat(CALLS[call](*point)))
 
 
+@pytest.mark.promise("errors")
 def test_an_engine_that_cannot_be_traced_says_so():
     gradient = pa.grad(loss, microbatch_size=3, engine="autograd")
     with saying(RuntimeError, "engine='autograd' cannot run under", "make_fx", "'auto'"):
@@ -339,8 +351,15 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("mode", [Scaling, Doubling])
-@pytest.mark.parametrize("forwards", [True, False])
-@pytest.mark.parametrize("backwards", [True, False])
+@pytest.mark.parametrize(
+    ("forwards", "backwards"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.given_up("restored modes")),
+        pytest.param(False, True, marks=pytest.mark.given_up("restored modes")),
+    ],
+)
 @pytest.mark.parametrize("call", AGAIN)
 def test_a_backward_pass_computes_what_the_forward_pass_computed(call, mode, forwards, backwards):
     def derivative(out_of):
@@ -356,6 +375,7 @@ def test_a_backward_pass_computes_what_the_forward_pass_computed(call, mode, for
     assert (came - want).norm() <= 2.0**-40 * want.norm()
 
 
+@pytest.mark.given_up("restored modes")
 def test_what_is_made_on_a_device_is_made_there_again():
     made = []
 

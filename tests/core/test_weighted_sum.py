@@ -19,6 +19,7 @@ from tests.refusals import refused, saying
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("terms")]
+WEIGHTS = pytest.mark.given_up("stream weights")  # of cases and of tests
 ROWS = 12
 COEFFICIENTS = (1, 0.5, -1, 3)
 
@@ -130,7 +131,13 @@ def gradient(size, **options):
     return lambda f, w, batch: pa.grad_and_value(f, microbatch_size=size, **options)(w, batch)
 
 
-@pytest.mark.parametrize("form", FORMS)
+STREAMS = "skip", "step that skips", "stream", "donated stream", "merged", "window"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(it, marks=WEIGHTS if it in STREAMS else ()) for it in FORMS],
+)
 @examples(1 / 2)
 @given(
     seeds(),
@@ -156,11 +163,11 @@ def test_it_has_the_bits_of_the_full_batch(form, seed, rows, size, terms, empty)
     ("form", "size", "empty"),
     [
         (taken, 5, ()),
-        (in_window, 12, (1,)),
+        pytest.param(in_window, 12, (1,), marks=WEIGHTS),
         (taken, 1, (0, 1, 2)),
-        pytest.param(in_window, 5, (), marks=pytest.mark.nightly),
+        pytest.param(in_window, 5, (), marks=[pytest.mark.nightly, WEIGHTS]),
         pytest.param(taken, 12, (1,), marks=pytest.mark.nightly),
-        pytest.param(in_window, 1, (0, 1, 2), marks=pytest.mark.nightly),
+        pytest.param(in_window, 1, (0, 1, 2), marks=[pytest.mark.nightly, WEIGHTS]),
     ],
 )
 def test_compiled_steps_have_these_bits_too(form, size, empty):
@@ -219,6 +226,7 @@ def test_a_term_of_no_weight_adds_nothing_even_where_it_is_nan(size, empty):
         assert torch.equal(run(of_means, w, batch)[0], want)
 
 
+@WEIGHTS
 @pytest.mark.parametrize("by", ["total", "gradient", "both"])
 def test_skip_takes_the_weights_along(by):
     """A total that is not finite is known in the first sweep, a gradient in the second."""
@@ -249,6 +257,7 @@ def test_skip_takes_the_weights_along(by):
     assert torch.equal(state.params, w - grads)
 
 
+@WEIGHTS
 def test_what_is_left_out_stays_out_though_nothing_else_has_its_weight():
     """Without its term the microbatch would be finite, and its other term no part of any weight."""
     w, x = torch.tensor(2.0), torch.arange(1.0, 5)
@@ -298,7 +307,7 @@ def test_random_weights_are_drawn_alike_in_both_sweeps(run):
     assert torch.equal(after, torch.get_rng_state())  # each was drawn once
 
 
-@pytest.mark.parametrize("run", [gradient(3), taken(3), in_window(3)])
+@pytest.mark.parametrize("run", [gradient(3), taken(3), pytest.param(in_window(3), marks=WEIGHTS)])
 def test_weights_that_differ_between_the_sweeps_give_nothing(run):
     """Of two means that share the words out, as much is lost to one as the other gets."""
     w, batch = problem(0, 12, 2)
@@ -316,8 +325,8 @@ def test_weights_that_differ_between_the_sweeps_give_nothing(run):
     assert grads.isnan().all() or not grads.any()
 
 
-def test_the_loss_is_called_twice_a_microbatch_and_once_where_weights_are_known():
-    w, batch = problem(0, 12, 2)
+def noting():
+    """The loss, how often a run calls it once it is known, and the calls."""
     calls = []
 
     def counted(w, batch):
@@ -331,15 +340,18 @@ def test_the_loss_is_called_twice_a_microbatch_and_once_where_weights_are_known(
         run()
         return len(calls)
 
+    return counted, of, calls
+
+
+def test_the_loss_is_called_twice_a_microbatch():
+    w, batch = problem(0, 12, 2)
+    counted, of, calls = noting()
     cut = {"microbatch_size": 3, "check": False}
     assert of(lambda: pa.grad(counted, **cut)(w, batch)) == 8
     step = pa.make_step(counted, pa.sgd(0.1), **cut)
     assert of(lambda: once(step, w, batch)) == 8
     assert of(lambda: pa.grad(counted)(w, batch)) == 1
     assert of(lambda: pa.value(counted, **cut)(w, batch)) == 4
-    weights = batch["masks"].sum(0)
-    parts = [*pa.microbatches(batch, 3)]
-    assert of(lambda: step.window(step.init(w), parts, weights=weights)) == 4
 
     def one_weight(w, batch):
         calls.append(1)
@@ -347,6 +359,16 @@ def test_the_loss_is_called_twice_a_microbatch_and_once_where_weights_are_known(
         return pa.Weighted(totals(w, batch)[0], n) + 0.5 * pa.Weighted(totals(w, batch)[1], n)
 
     assert of(lambda: pa.grad(one_weight, **cut)(w, batch)) == 4
+
+
+@WEIGHTS
+def test_the_loss_is_called_once_a_microbatch_where_weights_are_known():
+    w, batch = problem(0, 12, 2)
+    counted, of, _ = noting()
+    step = pa.make_step(counted, pa.sgd(0.1), microbatch_size=3, check=False)
+    weights = batch["masks"].sum(0)
+    parts = [*pa.microbatches(batch, 3)]
+    assert of(lambda: step.window(step.init(w), parts, weights=weights)) == 4
 
 
 def test_means_over_one_tensor_are_one_mean():
@@ -464,6 +486,7 @@ def test_aux_may_give_the_terms_apart_and_a_value_goes_over_a_stream():
     assert stream[1]["terms"] == own
 
 
+@pytest.mark.promise("narrow")
 def test_half_precision_keeps_the_range_of_a_mean():
     """Weights of 2**17 words: their reciprocal is no number of float16, nor is a sum over them."""
     w = torch.ones(4, dtype=torch.float16)
@@ -623,7 +646,15 @@ def in_parts_of(f, w, batch, **options):
     return acc.update(acc.init(w), w, batch, **options)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+OF_STREAMS = {
+    *("a stream without weights", "a step's stream without weights"),
+    *("other weights", "weights of one term", "weights that are none"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(it, marks=WEIGHTS if it in OF_STREAMS else ()) for it in REFUSED]
+)
 def test_what_has_no_meaning_is_refused_by_name(case):
     run, error, words = REFUSED[case]
     w, batch = problem(0, 12, 2)
@@ -633,6 +664,7 @@ def test_what_has_no_meaning_is_refused_by_name(case):
     assert_trees_bitwise_equal((w, batch), before)
 
 
+@WEIGHTS
 @pytest.mark.parametrize("off", [1.0, -0.5])
 def test_weights_that_were_counted_wrong_are_seen_at_the_end(off):
     """So is a microbatch that never came."""
@@ -658,6 +690,7 @@ COUNTS = {
 }
 
 
+@WEIGHTS
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 @given(seed=seeds())
 def test_a_count_that_differs_by_rounding_is_right(count, seed):
@@ -686,6 +719,7 @@ def test_a_negative_weight_has_no_mean():
     assert grads.isnan().all()
 
 
+@pytest.mark.promise("refused")
 def test_each_term_is_asked_whether_it_may_be_cut():
     """A mean that is no sum is found in whichever term it is, and behind a larger one."""
     w, batch = problem(0, 12, 2)

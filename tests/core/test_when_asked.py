@@ -15,7 +15,11 @@ from tests.problems import Operations, fits, function, in_parts, leaf, nobody_wa
 from tests.runs import RUNS
 
 
-pytestmark = [pytest.mark.purity, pytest.mark.usefixtures(nobody_was_asked.__name__)]
+pytestmark = [
+    pytest.mark.purity,
+    pytest.mark.promise("refused"),
+    pytest.mark.usefixtures(nobody_was_asked.__name__),
+]
 W = torch.tensor([0.5, -1.0, 0.25])
 SCHEDULE = (1, 2, 4, 8)  # the calls that ask, of the first nine
 

@@ -18,7 +18,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.zoo.residents import residents
 
 
-pytestmark = [pytest.mark.laws, pytest.mark.promise("bits")]
+pytestmark = [pytest.mark.laws, pytest.mark.mechanism]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.problems import in_a_window, leaf
 
 
-pytestmark = [pytest.mark.exact]
+pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
 X = torch.arange(-7.0, 8.0).reshape(5, 3)
 SMALL = {"a": torch.tensor([1.0, -2.0, 0.0]), "b": torch.ones(3)}
 LARGE = {"a": torch.ones(512, 512), "b": torch.ones(3)}
@@ -47,7 +47,10 @@ CALLS = {
 
 
 @pytest.mark.parametrize("p", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("engine", ["func", "autograd", "auto"])
+@pytest.mark.parametrize(
+    "engine",
+    ["func", "autograd", pytest.param("auto", marks=pytest.mark.given_up("auto engine"))],
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_gradient_of_noted_zeros_has_numbers(call, engine, p):
     got = CALLS[call](p, engine)

@@ -292,6 +292,8 @@ def test_compiled(kind):
     near(problem.flat(pa.unstack(at_once(*args[:2], several))[1]), want)
 
 
+@pytest.mark.promise("curvature")
+@pytest.mark.promise("threads")
 def test_threads():
     """Of which each has its own numbers, though torch's forward AD is one for all."""
     problem = Problem("mlp")

@@ -217,6 +217,8 @@ def test_what_decides_is_not_rounded_on_the_way(dtype):
 # Ranks ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("curvature")
+@pytest.mark.promise("ranks")
 @on_ranks(1, 2, 3)
 @in_step(1 / 2)
 @given(st.data())
@@ -245,6 +247,8 @@ def test_the_rows_of_all_ranks(rank, world, data):
     )
 
 
+@pytest.mark.promise("curvature")
+@pytest.mark.promise("ranks")
 @on_ranks(2)
 def test_a_loss_that_reaches_other_ranks(rank, world):
     """Of all pairs of samples, of which each rank scores its own against all."""
@@ -278,6 +282,8 @@ def test_a_loss_that_reaches_other_ranks(rank, world):
     assert_trees_bitwise_equal(ggnvp(embed, scores, **options)(params, x[own], v), want)
 
 
+@pytest.mark.promise("curvature")
+@pytest.mark.promise("ranks")
 @on_ranks(2)
 def test_a_derivative_of_a_product_over_ranks(rank, world):
     batch, params, v = batch_of(7, 7), tree(1), tree(2)

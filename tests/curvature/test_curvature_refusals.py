@@ -17,7 +17,7 @@ from tests.problems import function
 from tests.refusals import PARAMS, make_batch, refused, saying, squares
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.promise("curvature")]
 BATCH, V = make_batch(4), {"b": torch.tensor(2.0), "w": torch.tensor([1.0, 0.5])}
 
 
@@ -109,16 +109,30 @@ def test_a_batch_without_rows_or_weight_has_no_curvature(make):
         assert all(x.isnan().all() for x in product.values())
 
 
+@pytest.mark.promise("purity")
 @MAKER
 def test_it_is_pure(make):
     assert_pure(make(microbatch_size=3), PARAMS, BATCH, V)
 
+
+@pytest.mark.given_up("early writes")
+def test_a_write_is_refused_before_it_happens():
     def writes(params, batch):
         batch["x"].mul_(2.0)
         return squares(params, batch)
 
     with refused(RuntimeError, "['x']", given=(PARAMS, BATCH, V)):
         hvp(writes, microbatch_size=2)(PARAMS, BATCH, V)
+
+
+@pytest.mark.promise("writes")
+def test_a_write_is_named():
+    def writes(params, batch):
+        batch["x"].mul_(2.0)
+        return squares(params, batch)
+
+    with saying(RuntimeError, "['x']"):
+        hvp(writes, microbatch_size=2)(PARAMS, make_batch(4), V)
 
 
 def test_losses():

@@ -13,6 +13,7 @@ import pureaccum as pa
 curvlinops = pytest.importorskip("curvlinops", reason="needs curvlinops (the extra bench)")
 pytestmark = [
     pytest.mark.parity,
+    pytest.mark.promise("curvature"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

@@ -5,6 +5,7 @@ of that kind alone a product is zero; on a body some of its leaves are a few per
 """
 
 import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -437,6 +438,7 @@ def test_complex_parameters():
 COST = 6  # calls of a loss: five gradients and a product, of a few samples
 
 
+@pytest.mark.given_up("early writes")
 def test_once_a_loss_and_kind():
     """However products of it are made; and again where a module changed its mode.
 
@@ -468,6 +470,48 @@ def test_once_a_loss_and_kind():
     assert count(make, wide, other, {n: x + 1 for n, x in wide.items()}) == once + COST
 
 
+def test_a_product_is_compared_once_a_loss_and_kind():
+    """And again where a module changed its mode, or params are of another shape."""
+    params, batch, v = problem()
+    net, calls = nn.Dropout(0.5).eval(), list[int]()
+
+    def loss(params, batch):
+        calls.append(len(batch["x"]))
+        return plain(net(body(params, batch)), params["w"], batch["y"])
+
+    def count(*args, **options):
+        calls.clear()
+        hvp(loss, **options)(*args)
+        return len(calls)
+
+    steady = count(params, batch, v, check=False)
+    wide = {n: torch.cat([x, x], -1) if n == "a" else x for n, x in params.items()}
+    other = batch | {"x": torch.cat([batch["x"]] * 2, 1)}
+    moved = {n: x + 1 for n, x in wide.items()}
+    for mode, args in (
+        (False, (params, batch, v)),
+        (True, (params, batch, v)),
+        (True, (wide, other, moved)),
+    ):
+        net.train(mode)
+        assert count(*args) > steady
+        assert count(*args) == count(*args, check=False) == steady
+
+
+def test_a_function_is_kept_no_longer_than_its_products():
+    params, batch, v = problem()
+
+    def forward(params, batch):
+        return body(params, batch) @ params["w"].T
+
+    seen = weakref.ref(forward)
+    ggnvp(forward, mean)(params, batch, v)
+    del forward
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.mechanism
 def test_verdicts_are_kept_no_longer_than_functions():
     from pureaccum.curvature.passes import _verdicts
 
@@ -534,6 +578,17 @@ def test_it_is_not_asked_under_transforms():
 # How far ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("share", [1e-2, 1e-4, 1e-6])
+def test_a_product_that_misses_a_small_share_is_refused(share):
+    """Of the curvature of an activation, of which so much saves its slope."""
+
+    def activation(x):
+        return (1 - share) * x.tanh() + share * SavesItsSlope.apply(x)
+
+    refused(products(mean, activation)["hvp"], *problem(), cause="SavesItsSlope")
+
+
+@pytest.mark.mechanism
 @examples(1 / 4)
 @given(st.integers(0, 2**20), st.sampled_from(["a", "b", "c", "w"]), st.floats(-6, 0))
 def test_a_part_of_a_leaf_in_a_million(seed, leaf, digits):
@@ -583,6 +638,7 @@ def report(loss, params, batch, **options):
     yield from found.diagnoses
 
 
+@pytest.mark.promise("check")
 @pytest.mark.parametrize("dtype", some_of(DTYPES[:2]))
 def test_the_check_finds_what_both_sides_have_wrong(dtype):
     """LayerNorm inside of a jvp is wrong in torch 2.13, and _weight_norm's second derivative."""
@@ -611,6 +667,7 @@ def test_the_check_finds_what_both_sides_have_wrong(dtype):
         assert not [*report(lambda p, b, f=right: f(body(p, b), p["w"], b["y"]), params, batch)]
 
 
+@pytest.mark.promise("check")
 def test_what_has_no_second_derivative_is_compared_once():
     """Attention's kernel, of which torch has none, and says so."""
     q = torch.randn(4, 3, 2, 5, generator=torch.Generator().manual_seed(0))

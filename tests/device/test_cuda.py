@@ -12,7 +12,7 @@ from tests.exactly import LOSSES, full_batch, make_batch, make_params
 from tests.tables import each_once
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.cuda]
+pytestmark = [pytest.mark.parity, pytest.mark.cuda, pytest.mark.promise("bits")]
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
@@ -52,6 +52,7 @@ def test_on_cuda_the_gradient_has_the_bits_of_the_full_batch(loss, size, nonfini
     assert_trees_bitwise_equal(optree.tree_map(Tensor.cpu, grads), full_batch(loss, params, batch))
 
 
+@pytest.mark.promise("launches")
 @engines
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
@@ -82,6 +83,7 @@ def test_an_accumulator_does_not_wait_for_the_device(name, nonfinite, donate, en
     assert pa.all_finite((grads, value)).item() == finite
 
 
+@pytest.mark.promise("engines")
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "embedding"])
 def test_engines_agree_in_bits_on_cuda(name):
     """Without atomics, two runs of the same kernels are the same."""
@@ -93,6 +95,8 @@ def test_engines_agree_in_bits_on_cuda(name):
     assert_trees_bitwise_equal(*grads)
 
 
+@pytest.mark.promise("narrow")
+@pytest.mark.promise("policy")
 @engines
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 def test_fp16_autocast_may_be_inside_the_loss(nonfinite, engine):
@@ -109,6 +113,8 @@ def test_fp16_autocast_may_be_inside_the_loss(nonfinite, engine):
     assert torch.equal(gradient(w, x), torch.full_like(w, 64.0))
 
 
+@pytest.mark.promise("policy")
+@pytest.mark.promise("errors")
 @engines
 def test_autocast_around_the_microbatches_is_refused(engine):
     """Its cache would keep a copy of every weight for every microbatch."""

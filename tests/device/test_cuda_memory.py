@@ -7,7 +7,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.cuda]
+pytestmark = [pytest.mark.parity, pytest.mark.cuda, pytest.mark.promise("one buffer")]
 ROWS, WIDTH = 64, 2**20  # an activation of the whole batch is 256 MiB
 
 
@@ -20,6 +20,7 @@ def given():
     return torch.linspace(1, 2, WIDTH, device="cuda"), torch.ones(ROWS, WIDTH, device="cuda")
 
 
+@pytest.mark.promise("sizes")
 def test_a_size_is_found_and_the_result_is_that_of_the_size():
     params, batch = given()
     step = pa.make_step(loss, pa.adamw(1e-3), microbatch_size="auto")

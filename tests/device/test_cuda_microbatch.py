@@ -9,8 +9,14 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.cuda]
-where = pytest.mark.parametrize("keep", ["device", "host"])
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.cuda,
+    pytest.mark.promise("bits"),
+    pytest.mark.promise("reductions"),
+]
+on_the_host = pytest.mark.given_up("host rows")
+where = pytest.mark.parametrize("keep", ["device", pytest.param("host", marks=on_the_host)])
 
 
 def on_cuda(tree):
@@ -44,16 +50,21 @@ def test_on_cuda_microbatched_functions_have_the_bits_of_the_full_batch(size, ke
     assert_trees_bitwise_equal(optree.tree_map(Tensor.cpu, got), want)
 
 
+@pytest.mark.promise("launches")
 @pytest.mark.parametrize(
     "keep",
     [
         "device",
         pytest.param(
             "host",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="rows go to the host by a copy that waits, and results are waited for there",
-            ),
+            marks=[
+                on_the_host,
+                pytest.mark.xfail(
+                    strict=True,
+                    reason="rows go to the host by a copy that waits, and results are waited for "
+                    "there",
+                ),
+            ],
         ),
     ],
 )
@@ -78,6 +89,7 @@ def test_a_microbatched_function_does_not_wait_for_the_device(keep):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.promise("second run")
 @where
 def test_a_recomputation_on_cuda_draws_the_same_numbers(keep):
     """The gradient of a sum of kept elements is the number of those that were seen as kept."""
@@ -89,6 +101,7 @@ def test_a_recomputation_on_cuda_draws_the_same_numbers(keep):
     assert torch.equal(got, value)
 
 
+@pytest.mark.given_up("host rows")
 def test_rows_kept_on_the_host_take_no_memory_of_the_device():
     """Samples of the whole batch, which a chain of functions hands on, are not on the device."""
     weights, x = torch.ones(4, device="cuda"), torch.ones(256, 64, 64, device="cuda")

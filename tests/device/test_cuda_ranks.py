@@ -12,7 +12,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import run_on_ranks
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.cuda]
+pytestmark = [pytest.mark.parity, pytest.mark.cuda, pytest.mark.promise("ranks")]
 
 
 def shares_a_batch(donate, compile, rank, world):
@@ -70,6 +70,8 @@ def test_gpus_that_disagree_all_raise():
     assert not [end.failure for end in ends if end.failure]
 
 
+@pytest.mark.promise("launches")
+@pytest.mark.promise("ranks")
 def test_ranks_do_not_wait_for_the_device():
     """One rank, in this process: a reduction is put on the stream, and that is all."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -8,7 +8,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.cuda]
+pytestmark = [pytest.mark.parity, pytest.mark.cuda, pytest.mark.promise("samples")]
 
 
 def moved(tree, device):
@@ -34,6 +34,8 @@ def test_samples_on_cuda_have_the_bits_of_the_cpu(reduce, engine):
     assert_trees_bitwise_equal(moved(got, "cpu"), of(params, batch))
 
 
+@pytest.mark.promise("launches")
+@pytest.mark.promise("samples")
 def test_samples_do_not_wait_for_the_device():
     params, batch = (moved(tree, "cuda") for tree in problem())
     acc = pa.per_sample_accumulator(loss, chunk_size=4, transform="normalize", squares=True)

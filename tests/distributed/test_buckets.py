@@ -1,5 +1,6 @@
 """What travels between ranks: any tensors, in few collectives, and numbers to the bit."""
 
+import gc
 import math
 import struct
 
@@ -20,7 +21,7 @@ from tests.draws import generator
 from tests.ranks import in_step, on_ranks
 
 
-pytestmark = pytest.mark.exact
+pytestmark = [pytest.mark.exact, pytest.mark.promise("ranks")]
 CPU = torch.device("cpu")
 bits = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", struct.pack("Q", n))[0])
 
@@ -30,6 +31,7 @@ def claimed():
     return claim(agreement({}), "here", {}, {}, CPU, "", whole=False)
 
 
+@pytest.mark.mechanism
 @on_ranks(3)
 @in_step()
 @given(numbers=st.lists(bits, min_size=1, max_size=buckets.RANK_NUMBERS), origin=st.integers(0, 2))
@@ -59,6 +61,7 @@ def some_tensors(seed, rank):
     return [filled(x) for x in (*leaves, image, *odd)]
 
 
+@pytest.mark.mechanism
 @on_ranks(2)
 @in_step()
 @given(
@@ -98,6 +101,26 @@ def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
 
 
 @on_ranks(2)
+@in_step()
+@given(seed=st.integers(0, 99), order=st.permutations(range(12)), keep=st.integers(1, 12))
+def test_states_of_any_tensors_are_summed(rank, world, seed, order, keep):
+    """Those of this rank are as they were, and sums lie in memory as they do."""
+    tensors, of_all = some_tensors(seed, rank), [some_tensors(seed, r) for r in range(world)]
+    kept, before = [tensors[i] for i in order[:keep]], some_tensors(seed, rank)
+    state = pa.accumulator(lambda w, x: (w * x).mean()).init(torch.ones(1))
+    merged = distributed.all_reduce(state._replace(grads=kept)).grads
+    want = [sum(others[i] for others in of_all).to(tensors[i].dtype) for i in order[:keep]]
+    assert_trees_bitwise_equal(merged, want)
+    assert_trees_bitwise_equal(kept, [before[i] for i in order[:keep]])
+    assert [(x.stride(), x.dtype) for x in merged] == [(x.stride(), x.dtype) for x in kept]
+    for i, x in enumerate(merged):  # each is its own, though several may lie in one memory
+        x.fill_(i)
+    assert all(bool((x == i).all()) for i, x in enumerate(merged))
+
+
+@pytest.mark.promise("documented")
+@pytest.mark.promise("ranks")
+@on_ranks(2)
 def test_a_sum_is_one_collective_of_no_more_bytes_than_needed(rank, world):
     sent = []
     plain = dist.all_reduce
@@ -126,6 +149,7 @@ def test_a_sum_is_one_collective_of_no_more_bytes_than_needed(rank, world):
     assert {x.data_ptr() for x in sent} >= set(where)  # … and without a copy
 
 
+@pytest.mark.mechanism
 @on_ranks(2)
 def test_what_has_travelled_is_not_held_twice(rank, world):
     """By the time that a bucket is sent, all but the one before it are the sums."""
@@ -146,6 +170,31 @@ def test_what_has_travelled_is_not_held_twice(rank, world):
     mine = claim(agreement({}), "here", {"state": state}, {}, CPU, "", whole=False)
     distributed.begin_sum(state, None, mine)()
     assert freed == [0, 0, 0, 2, 4]
+
+
+@pytest.mark.promise("one buffer")
+@on_ranks(2)
+def test_a_step_of_ranks_holds_its_sums_once(rank, world):
+    """Beside them and parameters two buckets at most, of 25 MiB, of tensors of 8 MiB."""
+    held, plain, each = [], dist.all_reduce, 8 * 2**20
+
+    def noted(*args, **kwargs):
+        tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.numel() > 2**16]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+        held.append(sum(x.nbytes() for x in storages.values()))
+        return plain(*args, **kwargs)
+
+    dist.all_reduce = noted
+    params = {str(i): torch.ones(each // 4) for i in range(20)}
+    step = pa.make_step(
+        lambda p, x: sum((x * w[0]).mean() + w.mean() for w in p.values()),
+        pa.sgd(0.5),
+        group=dist.group.WORLD,
+    )
+    state = step.init(params)
+    del params, held[:]
+    step(state, torch.ones(2))
+    assert max(held) <= 2 * 20 * each + 2 * (25 * 2**20 + each) + each
 
 
 @pytest.mark.slow

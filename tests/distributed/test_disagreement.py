@@ -518,7 +518,14 @@ def told(request):
     return cases_on_ranks(request.param, CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+MARKED = {
+    "exchange: microbatches": pytest.mark.given_up("cut collectives"),
+    "other_microbatches_later": pytest.mark.given_up("cut collectives"),
+    "nobody_looks": pytest.mark.mechanism,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(it, marks=MARKED.get(it, ())) for it in CASES])
 def test_ranks_that_disagree_all_raise_and_keep_their_states(told, name):
     failed = [text for text in told[name] if text]
     assert not failed, "\n\n".join(failed)

@@ -339,6 +339,32 @@ def test_a_compiled_step_of_all_ranks_is_that_of_one(rank, world, data, size, do
     assert_trees_bitwise_equal(step.apply(state, window)[0], want)
 
 
+@pytest.mark.promise("sizes")
+@pytest.mark.promise("ranks")
+@on_ranks(2)
+def test_each_rank_finds_a_size_that_fits_it(rank, world):
+    """More samples than fit are out of memory, on one rank or on both; and none of its steps."""
+
+    def loss(w, x, keys):
+        if len(x) > limits[rank]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        return (w * pa.dropout(x, 0.5, keys)).sum(1).mean()
+
+    x, w = torch.randint(1, 9, (16, 4), generator=generator(0)).float(), torch.ones(4)
+    limits = (1, 1)
+    alone = pa.make_step(loss, pa.sgd(0.25), keys=True, microbatch_size=1)
+    want, _ = alone(alone.init(w), x)
+    for limits in ((2, 8), (8, 2), (1, 3)):
+        options = {"microbatch_size": "auto", "keys": True, "group": dist.group.WORLD}
+        step = pa.make_step(loss, pa.sgd(0.25), **options)
+        state = step.init(w)
+        for _ in range(2):  # a size is found, and remembered
+            new, info = step(state, x[8 * rank : 8 * rank + 8])
+            assert_trees_bitwise_equal(new, want)
+            assert info.microbatches == sum({1: 8, 2: 4, 3: 4, 8: 1}[most] for most in limits)
+
+
+@pytest.mark.given_up("memory budget")
 @on_ranks(2)
 @in_step()
 @given(data=st.data(), budgets=st.tuples(*[st.sampled_from([2000, 4000, 2**20])] * 2))

@@ -15,7 +15,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits, near
 
 
-pytestmark = [pytest.mark.parity]
+pytestmark = [pytest.mark.parity, pytest.mark.promise("programs")]
 ROWS, SIZE, STEPS = 30, 8, 3
 Params = dict[str, Tensor]
 

@@ -18,7 +18,7 @@ from tests.programs.data import characters, near
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
-pytestmark = [pytest.mark.parity, pytest.mark.hf]
+pytestmark = [pytest.mark.parity, pytest.mark.hf, pytest.mark.promise("programs")]
 TEXT, WORDS = characters()
 ROWS, BLOCK, K, MICROBATCHES = 3, 12, 2, 7  # windows of 2, 2, 2 and 1
 

@@ -7,7 +7,7 @@ import pytest
 from tests.programs.lines import NAMES, pages, table
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.hf]
+pytestmark = [pytest.mark.parity, pytest.mark.hf, pytest.mark.promise("pages")]
 
 
 def test_the_guide_has_the_lines_of_each_program() -> None:

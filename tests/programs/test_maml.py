@@ -15,7 +15,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits, near
 
 
-pytestmark = [pytest.mark.parity]
+pytestmark = [pytest.mark.parity, pytest.mark.promise("programs")]
 TASKS, WAYS, SHOTS, STEPS, INNER = 12, 3, 4, 3, 0.5
 NET = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, WAYS)).double()
 

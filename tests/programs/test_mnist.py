@@ -17,7 +17,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("programs")]
 EPOCHS = 2
 
 

@@ -17,7 +17,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import characters, near
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("programs")]
 TEXT, WORDS = characters()
 BLOCK, ROWS, K, STEPS, WARM, PEAK, LEAST = 16, 4, 3, 6, 2, 1e-2, 1e-3
 

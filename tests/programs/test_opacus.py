@@ -16,7 +16,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits, near
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("programs")]
 ROWS, RATE, STEPS, CLIP = 200, 0.2, 3, 0.5
 EXPECTED = ROWS * RATE
 

@@ -19,7 +19,7 @@ from tests.programs.data import characters, near
 from tests.ranks import on_ranks
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("programs")]
 TEXT, WORDS = characters()
 STEPS = 3
 

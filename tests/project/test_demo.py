@@ -13,7 +13,7 @@ import pureaccum as pa
 from pureaccum.__main__ import main
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("documented")]
 ESCAPE = "\x1b"
 
 

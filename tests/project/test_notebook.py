@@ -14,7 +14,7 @@ import pytest
 from tests.project.test_links import links, wrong
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.promise("pages")]
 FILE = Path(__file__).parents[2] / "examples" / "costs.ipynb"
 NOTEBOOK = json.loads(FILE.read_text(encoding="utf-8"))
 CELLS = [(cell, "".join(cell["source"])) for cell in NOTEBOOK["cells"]]

@@ -17,7 +17,7 @@ from tests.project.promises import (
 )
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.promise("pages")]
 
 
 def test_every_promise_is_held_and_every_marker_is_a_promise():

@@ -11,7 +11,7 @@ import pytest
 import pureaccum
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.promise("documented")]
 
 PACKAGE = Path(pureaccum.__file__).parent
 TREES = {

@@ -21,7 +21,7 @@ import pytest
 import pureaccum as pa
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.promise("pages")]
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".site"
 CONFIG = (SITE / "mkdocs.yml").read_text(encoding="utf-8")

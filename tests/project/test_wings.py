@@ -13,7 +13,7 @@ import pytest
 import pureaccum
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.promise("documented")]
 LINES = (  # lowest first; wings on one line do not know each other
     {"_base"},
     {"_core", "_optim", "checkpoint"},
@@ -72,6 +72,7 @@ def private(tree):
                 yield name
 
 
+@pytest.mark.mechanism
 def test_a_wing_imports_only_from_lower_lines():
     for name, tree in TREES.items():
         wing = name.split(".")[0]
@@ -80,6 +81,7 @@ def test_a_wing_imports_only_from_lower_lines():
             assert other == wing or LINE[other] < LINE[wing], f"{name} imports {found}"
 
 
+@pytest.mark.mechanism
 def test_a_name_is_imported_from_the_file_that_has_it():
     """The ``__init__`` of a private wing says in words what is where, and has no names."""
     for wing in LINE:
@@ -123,6 +125,7 @@ def test_a_folder_says_what_lies_in_it():
             assert len(tree.body) == 1, folder
 
 
+@pytest.mark.promise("private")
 def test_private_names_of_torch_live_in_one_folder():
     found = {name: set(private(tree)) for name, tree in TREES.items()}
     files = {name for name, names in found.items() if names}
@@ -144,6 +147,7 @@ def test_the_house_is_small():
     assert len(TREES) <= 162
 
 
+@pytest.mark.mechanism
 def test_the_parser_sees_what_it_looks_for():
     tree = ast.parse(
         "from .trees import x\nfrom . import loss\nfrom .._base import trees\nimport torch._C\n"

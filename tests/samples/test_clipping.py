@@ -167,6 +167,7 @@ def ways():
     }
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("name", ways())
 def test_layers_are_followed_where_their_sums_are_as_wide_as_promised(name):
     """2049 ones and as many numbers of 2**-8: more than bfloat16 holds, or float32 beside 2**24."""
@@ -183,6 +184,20 @@ def test_layers_are_followed_where_their_sums_are_as_wide_as_promised(name):
     assert known_of(mine).unseen != followed
 
 
+@pytest.mark.promise("narrow")
+@pytest.mark.promise("samples")
+@pytest.mark.parametrize("name", ways())
+def test_sums_are_wide_whatever_the_loss_computes_in(name):
+    """2049 ones and as many numbers of 2**-8: more than bfloat16 holds, or float32 beside 2**24."""
+    call, dtype, _ = ways()[name]
+    x = torch.full((2049, 40), 2.0**-8)
+    x[0] = 2.0**24 if dtype == torch.float64 else 1.0
+    sums, _ = pa.clipped_sum(call, 1e12, dtype=dtype)(torch.zeros(60, 40), x)
+    assert sums.dtype == dtype
+    assert torch.equal(sums, x.to(sums.dtype).sum(0).expand(60, 40))
+
+
+@pytest.mark.promise("narrow")
 def test_leaves_of_bfloat16_have_sums_of_float32():
     w, x = torch.zeros(60, 40).bfloat16(), torch.full((2049, 40), 2.0**-8).bfloat16()
     sums, norms = pa.clipped_sum(lambda w, x: F.linear(x, w).sum(), 1e9)(w, x)
@@ -213,6 +228,7 @@ def test_a_loss_may_do_something_else_in_each_chunk(engine):
     assert torch.allclose(got[1], norms, rtol=ROOTS, atol=0)
 
 
+@pytest.mark.mechanism
 def test_a_loss_may_turn_into_one_that_cannot_be_followed():
     """That chunk is computed again, and the rest of them as well as it."""
     params, x, calls = params_of(1), whole(2, 6, 3), list[int]()
@@ -231,6 +247,27 @@ def test_a_loss_may_turn_into_one_that_cannot_be_followed():
     parts = zip((loss, odd, copied), x.split(2), strict=True)
     each = [pa.clipped_sum(way, 1e9, engine="autograd")(params, rows)[0] for way, rows in parts]
     assert_trees_bitwise_equal(sums, tree_map(lambda *s: torch.stack(s).sum(0), *each))
+
+
+def test_a_loss_that_turns_into_one_that_cannot_be_followed_has_the_same_sums():
+    """Every call but the first computes the same by vmap, however many calls there are."""
+    params, x, calls = params_of(1), whole(2, 6, 3), []
+
+    def by_vmap(params, x):
+        def of_row(w, b, out):
+            return ((w * x).sum() + b) * out.sum()
+
+        return torch.func.vmap(of_row)(params["in"]["w"], params["in"]["b"], params["out"]).sum()
+
+    def changing(params, x):
+        calls.append(0)
+        return by_vmap(params, x) if len(calls) > 1 else loss(params, x)
+
+    each = [torch.func.grad(loss)(params, row) for row in x]
+    sums, norms = pa.clipped_sum(changing, 1e9, chunk_size=2)(params, x)
+    assert_trees_bitwise_equal(sums, tree_map(lambda *g: torch.stack(g).sum(0), *each))
+    squares = [sum(g.double().square().sum() for g in tree_leaves(grads)) for grads in each]
+    assert ((norms - torch.stack(squares).sqrt()).abs() <= 2.0**-20 * norms).all()
 
 
 @pytest.mark.parametrize("size", [None, 2])
@@ -256,6 +293,7 @@ def test_plain_autograd_follows_results_with_chunks_as_without(size, of):
     assert all(p.grad is None for p in tree_leaves(params))
 
 
+@pytest.mark.promise("purity")
 def test_it_is_pure_and_leaves_hooks_and_modes_alone():
     seen = []
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(inplace=True))

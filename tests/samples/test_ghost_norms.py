@@ -29,7 +29,11 @@ from tests.samples.problems import looped
 
 
 # of attention, which takes vmap's slow path
-pytestmark = [pytest.mark.bounds, pytest.mark.filterwarnings("ignore:There is a performance drop")]
+pytestmark = [
+    pytest.mark.bounds,
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.promise("samples"),
+]
 ROOT = 2.0**-26.5
 WIDTH, WORDS = 4, 9
 
@@ -322,6 +326,8 @@ def test_what_is_looked_up_often_has_the_norm_of_its_sum(seed):
     assert ((norms - want).abs() <= float(gamma(4, UNIT[torch.float64])) * want).all()
 
 
+@pytest.mark.promise("second run")
+@pytest.mark.promise("samples")
 def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
     """Of one sample, whose sum is its gradient; and in a loss that is computed twice."""
     net = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Tanh(), nn.Linear(50, 4))
@@ -426,6 +432,7 @@ def test_complex_leaves_go_along_by_copies():
     assert short(loss)
 
 
+@pytest.mark.mechanism
 def test_cross_entropy_is_taken_of_all_samples_at_once():
     """Under vmap torch would gather from logarithms, by operations of its decomposition."""
     x, y = torch.randn(4, 3, WIDTH), torch.randint(WIDTH, (4, 3))
@@ -458,6 +465,7 @@ def test_what_a_mode_makes_of_a_layer_counts():
     assert torch.equal(got, want)
 
 
+@pytest.mark.promise("errors")
 def test_targets_that_do_not_fit_are_refused_in_the_words_of_torch():
     def loss(w, batch):
         return F.cross_entropy(batch[0] @ w, batch[1])

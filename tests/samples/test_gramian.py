@@ -24,7 +24,7 @@ from tests.exactly import integers
 from tests.samples.problems import chunks, engines, jacobians, peak_of, rows_of
 
 
-pytestmark = pytest.mark.exact
+pytestmark = [pytest.mark.exact, pytest.mark.promise("samples")]
 rows = st.integers(1, 5)
 
 
@@ -126,6 +126,7 @@ def test_products_are_those_of_jacobians_written_out(name, engine, seed, n, m, s
     assert pa.gramian(func)(params, batch).dtype == torch.float64
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_layers_see_is_enough(name):
     """The function is not called again for gradients that are written out, whoever called it."""
@@ -347,6 +348,7 @@ def test_many_numbers_of_a_narrow_layer_take_less_than_their_jacobians():
     assert peak_of(lambda: pa.gramian(func)(p, x)) < peak_of(by_hand) / 2
 
 
+@pytest.mark.mechanism
 def test_blocks_are_computed_once_where_one_is_at_hand():
     """To and fro through the columns: the block that ends a line serves the next one."""
     params, batch = make(0, 6)
@@ -367,6 +369,17 @@ def test_blocks_are_computed_once_where_one_is_at_hand():
     assert len(calls) == 3 + 3 + 2 + 2
 
 
+def test_positions_that_cancel_leave_what_is_left():
+    """4097² - 4096 · 4098 is 1, and 0 or 2 in float32, where 4097² is no number."""
+    a, d, ones = torch.zeros(3, 1, 2, 256)
+    a[0, :, 0], d[0, :, 0] = torch.tensor([4097.0, -4096.0]), torch.tensor([4097.0, 4098.0])
+    ones[0, 0, 0] = 1.0
+    of = pa.gramian(lambda w, s: ((s["a"] @ w) * s["d"]).sum())
+    got = of(torch.zeros(256, 256), {"a": a, "d": d}, other={"a": ones, "d": ones})
+    assert_trees_bitwise_equal(got, torch.ones(1, 1))
+
+
+@pytest.mark.mechanism
 @pytest.mark.parametrize("several", ["none", "right", "both"])
 def test_pairs_that_cancel_leave_what_is_left(several):
     """4097² - 4096 · 4098 is 1, and 0 or 2 in float32, where 4097² is no number."""

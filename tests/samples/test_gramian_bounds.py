@@ -25,7 +25,7 @@ from tests.rounding import UNIT, gamma
 from tests.samples.problems import chunks, engines, looped
 
 
-pytestmark = pytest.mark.bounds
+pytestmark = [pytest.mark.bounds, pytest.mark.promise("samples")]
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
 
 
@@ -56,6 +56,7 @@ def test_products_of_networks_gradients_are_those_of_a_loop(network, engine, see
         assert_trees_within_bound(partly(without, x, other=other), want, bound)
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("several", [None, "left", "right", "both"])
 @pytest.mark.parametrize("table", [False, True])
 @DTYPES
@@ -105,3 +106,46 @@ def test_products_of_outer_products_are_within_a_bound(
     got = inner_products(x, y)
     assert got.dtype == dtype
     assert_trees_within_bound(got.double(), product(signed=True), off * product(signed=False))
+
+
+@pytest.mark.parametrize("engine", ["vmap", "autograd"])
+@pytest.mark.parametrize("table", [False, True])
+@DTYPES
+@examples(1 / 2)
+@given(
+    seeds(),
+    st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+)
+def test_products_of_a_layers_gradients_are_within_the_bound(
+    engine, table, dtype, seed, mine, theirs, widths
+):
+    """Of a weight's gradient Σ a ⊗ d, where d is a number of the batch: samples and positions."""
+    random, (m, n) = generator(seed), widths
+
+    def draw(*shape):
+        x = torch.randn(*shape, generator=random, dtype=torch.float64)
+        return (x * 10.0 ** torch.randint(-2, 3, shape, generator=random)).to(dtype)
+
+    def batch(samples, pairs):
+        a = draw(samples, pairs, m)
+        a = torch.randint(0, m, (samples, pairs), generator=random) if table else a
+        return {"a": a, "d": draw(samples, pairs, n)}
+
+    def func(w, row):
+        h = torch.nn.functional.embedding(row["a"], w) if table else row["a"] @ w
+        return (h * row["d"]).sum()
+
+    def product(size):
+        left = [torch.nn.functional.one_hot(it["a"], m) if table else it["a"] for it in (x, y)]
+        a, b = (size(it.double()) for it in left)
+        d, e = (size(it["d"].double()) for it in (x, y))
+        return torch.einsum("npi,npj,mqi,mqj->nm", a, d, b, e)
+
+    x, y = batch(*mine), batch(*theirs)
+    roundings = m * n + m + n + 3 + mine[1] * theirs[1] + mine[1] * max(m, n) + theirs[1]
+    off = float(gamma(roundings, UNIT[dtype]) + gamma(roundings, UNIT[torch.float64]))
+    got = pa.gramian(func, engine=engine)(torch.zeros(m, n, dtype=dtype), x, other=y)
+    assert got.dtype == dtype
+    assert_trees_within_bound(got.double(), product(lambda x: x), off * product(torch.abs))

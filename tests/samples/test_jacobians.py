@@ -22,7 +22,7 @@ from tests.problems import function
 from tests.samples.problems import chunks, engines, jacobians
 
 
-pytestmark = pytest.mark.exact
+pytestmark = [pytest.mark.exact, pytest.mark.promise("samples")]
 rows = st.integers(1, 7)
 
 
@@ -187,6 +187,8 @@ def test_a_chunk_is_one_pass_forwards_and_one_pass_back(size):
     assert_trees_bitwise_equal(got, jacobians(vector, params, batch))
 
 
+@pytest.mark.promise("second run")
+@pytest.mark.promise("samples")
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_all_outputs_of_a_sample_see_one_mask(randomness):
     """Also where the pass back computes them again."""

@@ -93,6 +93,7 @@ def gradients_of(part):
     return written_out(part) if isinstance(part, Outer) else part
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("func", FUNCTIONS, ids=lambda f: f.__name__)
 @examples(1 / 2)
 @given(seeds(), st.integers(1, 4), st.integers(1, 3))
@@ -112,6 +113,22 @@ def test_layers_see_the_gradients_of_samples_and_their_jacobians(func, seed, row
         assert torch.equal(g, j.sum(1))
 
 
+@pytest.mark.parametrize("func", FUNCTIONS, ids=lambda f: f.__name__)
+@examples(1 / 2)
+@given(seeds(), st.integers(1, 4), st.integers(1, 3))
+def test_sums_of_jacobians_have_the_bits_of_a_loop(func, seed, rows, times):
+    """Of the jacobians of samples, and of the gradients of their sums."""
+    leaves = params_of(seed)
+    x, words = whole(seed, rows, times, WIDTH), whole(seed, rows, times, dtype=torch.int64) % 7
+    each = [torch.func.jacrev(func)(leaves, *row) for row in zip(x, words, strict=True)]
+    want = tree_map(lambda *j: torch.stack(j).sum(0), *each)
+    summed = pa.per_sample_grad(func, reduce="sum", batch_argnums=(1, 2))(leaves, x, words)
+    assert_trees_bitwise_equal(summed, want)
+    clipped = pa.clipped_sum(lambda *args: func(*args).sum(), 1e9, batch_argnums=(1, 2))
+    assert_trees_bitwise_equal(clipped(leaves, x, words)[0], tree_map(lambda j: j.sum(0), want))
+
+
+@pytest.mark.mechanism
 @examples(1 / 2)
 @given(seeds(), st.integers(1, 4), st.sampled_from([0, 1, 2, 40]), st.booleans())
 def test_norms_and_sums_of_outer_products_are_those_of_what_they_stand_for(
@@ -183,6 +200,8 @@ def caught(p, x):
         return x.sum() * p["b"].sum()  # something else
 
 
+@pytest.mark.promise("samples")
+@pytest.mark.promise("followed")
 @pytest.mark.parametrize("name", UNSEEN)
 def test_a_use_that_cannot_be_followed_is_found_and_never_a_wrong_number(name):
     """The first call finds it out, and the next ones know."""

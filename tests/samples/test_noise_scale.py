@@ -24,7 +24,7 @@ from tests.refusals import refused
 from tests.rounding import UNIT, gamma
 
 
-pytestmark = pytest.mark.bounds
+pytestmark = [pytest.mark.bounds, pytest.mark.promise("samples")]
 ROOT_U = U64**0.5
 engines, policies = st.sampled_from(["func", "autograd"]), st.sampled_from(["propagate", "skip"])
 kinds = st.sampled_from(["mean", "weighted"])
@@ -91,6 +91,8 @@ def test_samples_are_taken_as_microbatches_of_one_row(problem, chunk, cut):
     check(acc.merge(*states), problem, parts)
 
 
+@pytest.mark.promise("skip")
+@pytest.mark.promise("samples")
 @examples(1 / 2)
 @given(seeds(), compositions(7), st.integers(0, 6), engines, st.booleans(), st.booleans())
 def test_what_is_left_out_adds_nothing(seed, sizes, bad, engine, donate, masked):
@@ -256,6 +258,7 @@ def test_what_says_nothing_is_left_out(decay):
         averages = running.update(averages, seen)
 
 
+@pytest.mark.promise("applied")
 @pytest.mark.parametrize("size", [None, 2, "auto"])
 @pytest.mark.parametrize("form", ["step", "vmap", "grad"])
 def test_a_batch_of_no_rows_is_a_step_not_applied(size, form):
@@ -278,6 +281,7 @@ def test_a_batch_of_no_rows_is_a_step_not_applied(size, form):
             assert torch.equal(moved(w), torch.ones(2))
 
 
+@pytest.mark.promise("errors")
 def test_states_that_did_not_sum_squares_are_refused():
     x = torch.ones(3, 2).double(), torch.ones(3).double()
     plain = pa.accumulator(quadratic)
@@ -291,12 +295,14 @@ def test_states_that_did_not_sum_squares_are_refused():
             pa.noise_scale(wrong)
 
 
+@pytest.mark.promise("errors")
 def test_what_has_no_noise_of_its_own_is_refused():
     acc = pa.accumulator(lambda w, x: (w * x).sum(), reduction="sum", squares=True)
     with refused(ValueError, "squares=True", "noise=True", "reduction='sum'", "Weighted"):
         acc.update(acc.init(W), W, torch.ones(3, 2))
 
 
+@pytest.mark.promise("errors")
 def test_other_params_and_bad_decays_are_refused():
     running, (seen,) = pa.running_noise_scale(0.9), some_states(0, 1)
     with refused(ValueError, "expected 1, as in the batch", "2", "init"):

@@ -19,6 +19,7 @@ pytest.importorskip("opacus", reason="opacus, which is compared with, is not ins
 pytestmark = [
     pytest.mark.parity,
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+    pytest.mark.promise("samples"),
 ]
 ROWS = 9
 ROOT_OF_UNIT = {torch.float32: 2.0**-12, torch.float64: 2.0**-26.5}

@@ -15,7 +15,7 @@ from tests.refusals import PARAMS, Loss, Old, make_batch, refused, saying
 from tests.samples.problems import engines, looped
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.promise("samples")]
 STATISTICS = "normalises with the statistics of the whole batch"
 BATCH, OTHER = make_batch(5), make_batch(3)
 
@@ -168,6 +168,8 @@ def test_random_numbers_of_a_gramian_come_from_keys():
     assert_trees_bitwise_equal(cut, whole)
 
 
+@pytest.mark.promise("writes")
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize("of", [pa.per_sample_grad, pa.gramian])
 def test_a_write_to_what_is_captured_is_refused_and_not_done(of):
     seen = torch.zeros(2)
@@ -419,6 +421,7 @@ def test_states_of_another_kind_are_refused():
         mean[0].update((mean[1], None), PARAMS, BATCH)
 
 
+@pytest.mark.promise("donation")
 @engines
 @pytest.mark.parametrize("reduce", ["mean", "moments"])
 def test_donation_marks_the_old_state_and_otherwise_nothing_changes(reduce, engine):
@@ -432,6 +435,7 @@ def test_donation_marks_the_old_state_and_otherwise_nothing_changes(reduce, engi
             use()
 
 
+@pytest.mark.promise("donation")
 @pytest.mark.parametrize("at", [1, 2], ids=["first chunk", "second chunk"])
 def test_an_error_leaves_a_donated_state_whole_or_says_that_it_is_not(at):
     called = Loss(lambda params, row: loss(params, row) if called.calls != at else boom)

@@ -22,7 +22,7 @@ from tests.draws import examples
 from tests.outer import TRANSFORMS, U64, kinds, make, total, weight
 
 
-pytestmark = pytest.mark.transforms
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("samples")]
 transforms = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 MAX_NORM = 0.75
 policy, rows, sizes = st.just("propagate"), st.integers(1, 5), st.none() | st.integers(1, 6)
@@ -184,6 +184,8 @@ IN_ONE_GRAPH = {  # what is made of W and X, and what the first of it is
 }
 
 
+@pytest.mark.promise("samples")
+@pytest.mark.promise("compiled")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_ONE_GRAPH)
 def test_it_compiles_into_one_graph(name):

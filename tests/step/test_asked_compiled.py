@@ -12,7 +12,12 @@ from tests.refusals import squares
 from tests.step.problems import counting
 
 
-pytestmark = [pytest.mark.transforms, pytest.mark.usefixtures(nobody_was_asked.__name__)]
+pytestmark = [
+    pytest.mark.transforms,
+    pytest.mark.promise("refused"),
+    pytest.mark.promise("compiled"),
+    pytest.mark.usefixtures(nobody_was_asked.__name__),
+]
 SIZE = 4
 W = {"w": torch.tensor([0.5, -1.0, 0.25]), "b": torch.tensor(0.0)}
 

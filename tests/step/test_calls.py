@@ -162,6 +162,7 @@ def test_a_step_that_is_differentiated_costs_little_more_than_its_formula():
     assert found[1] <= 1.5 * found[0], found
 
 
+@pytest.mark.given_up("caches")
 def test_a_vmap_of_steps_selects_nothing_where_all_members_are_applied():
     """What members have in common is read once for all, on the host."""
     step = pa.make_step(network, pa.adamw(), microbatch_size=8)
@@ -174,6 +175,20 @@ def test_a_vmap_of_steps_selects_nothing_where_all_members_are_applied():
     assert operations.count <= (361 if VERSION < (2, 15) else 365)
 
 
+def test_a_vmap_of_steps_runs_as_many_operations_for_more_members():
+    step = pa.make_step(network, pa.adamw(), microbatch_size=8)
+    every, found = torch.func.vmap(step, in_dims=(0, None)), []
+    for members in (2, 7):
+        states = pa.stack([step.init(FN.params) for _ in range(members)])
+        for _ in range(2):
+            every(states, BATCH)
+        with Operations() as operations:
+            every(states, BATCH)
+        found.append(operations.count)
+    assert found[0] == found[1]
+
+
+@pytest.mark.given_up("early writes")
 def test_the_gradients_of_samples_are_watched_once_and_not_at_every_call():
     """A loss that is made anew from the user's for each call is still the user's."""
     params, rows = {"w": torch.ones(8)}, torch.ones(16, 8)

@@ -14,7 +14,11 @@ from pureaccum.testing import unchanged
 from tests.step.problems import assert_close, counting, leaves, pair
 
 
-pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
+pytestmark = [
+    pytest.mark.transforms,
+    pytest.mark.promise("compiled"),
+    pytest.mark.promise("frozen"),
+]
 slow = pytest.mark.slow
 
 

@@ -11,7 +11,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.step.problems import EAGER
 
 
-pytestmark = pytest.mark.purity
+pytestmark = [pytest.mark.purity, pytest.mark.promise("compiled"), pytest.mark.promise("donation")]
 
 
 def batch_of(rows):

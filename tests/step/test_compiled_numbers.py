@@ -198,12 +198,20 @@ PLACES = {
 # Each place comes once, with open sizes or without, and a closure comes with both: where nothing
 # is open, a number of a batch that is scanned is what all of the cases above are.
 OPEN = ("batch", "stream", "a closure", "a global")
+UNROLLED = [pytest.mark.given_up("recipes")]
 
 
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [("a closure", None)]
-    + [pytest.param(n, True if n in OPEN else None, marks=pytest.mark.slow) for n in PLACES],
+    [pytest.param("a closure", None, marks=UNROLLED)]
+    + [
+        pytest.param(
+            n,
+            True if n in OPEN else None,
+            marks=[pytest.mark.slow, *(UNROLLED if PLACES[n][0] == "unrolled" else ())],
+        )
+        for n in PLACES
+    ],
 )
 def test_a_number_is_a_constant_wherever_the_loss_reads_it(name, dynamic):
     """In every form of a step; with open sizes too. Ints are no more left open than floats are."""
@@ -224,6 +232,30 @@ def test_a_number_is_a_constant_wherever_the_loss_reads_it(name, dynamic):
             got, want = ours(state, *given), eager(state, *given)
         alike(got, want)
     assert len(graphs) == each * len(numbers) + (form in ("stream", "loop"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        ("a closure", None),
+        *(
+            pytest.param(n, True if n in OPEN else None, marks=pytest.mark.slow)
+            for n in ("shared", "a closure", "a module")
+        ),
+    ],
+)
+def test_a_number_is_a_constant_of_a_batch_that_is_not_cut(name, dynamic):
+    """Wherever the loss reads it: a graph a value."""
+    settings, graphs = counting()
+    place = Place(name)
+    compile = settings | ({} if dynamic is None else {"dynamic": dynamic})
+    ours, eager = pair(place.loss, pa.sgd(0.01), microbatch_size=None, compile=compile)
+    state = ours.init({"w": torch.ones(3, 1), "table": torch.zeros(1, 4)})
+    numbers = (9.99999, 3, 4)
+    for i, t in enumerate([*numbers, *reversed(numbers)]):
+        given = place.put(t, make_batch(i, count=10))
+        alike(ours(state, *given), eager(state, *given))
+    assert len(graphs) == len(numbers)
 
 
 NUMBERS = st.one_of(

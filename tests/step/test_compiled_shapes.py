@@ -14,7 +14,7 @@ from tests.step.test_memory_report import allocated
 from tests.tables import every_night
 
 
-pytestmark = pytest.mark.transforms
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
 ROWS = 600_000  # of a table whose gradient is too large for a scan
 
 
@@ -75,7 +75,19 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every_night(RUNS, but=("rows in a scan", "widths in a loop")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *every_night(
+            [n for n in RUNS if "unrolled" not in n], but=("rows in a scan", "widths in a loop")
+        ),
+        *(
+            pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.given_up("recipes")])
+            for n in RUNS
+            if "unrolled" in n
+        ),
+    ],
+)
 def test_dropout_compiles_at_any_shape(name):
     """Each width has a graph of its own, so torch's limit (here one) is none; so has each number of
     samples, since a graph for any number of them does not compile.

@@ -33,7 +33,7 @@ from tests.step.problems import (
 )
 
 
-pytestmark = pytest.mark.transforms
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("ensembles")]
 MEMBERS = 3
 
 
@@ -65,6 +65,7 @@ def test_states_are_stacked_and_taken_apart_again(tree, count):
     assert_trees_bitwise_equal(apart[1:], each[1:])
 
 
+@pytest.mark.promise("donation")
 def test_a_member_that_is_given_up_leaves_the_others():
     step = pa.make_step(loss, pa.adamw(0.1, fused=True), donate=True)
     many = pa.stack([step.init(make_params(i), seed=i) for i in range(MEMBERS)])
@@ -98,6 +99,7 @@ UNSTACKED = {
 }
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize("name", [*STACKED, *UNSTACKED])
 def test_what_cannot_be_stacked_or_taken_apart_is_named(name):
     call, table = (pa.stack, STACKED) if name in STACKED else (pa.unstack, UNSTACKED)

@@ -20,7 +20,7 @@ from tests.draws import generator
 from tests.problems import in_a_window
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("policy"), pytest.mark.promise("loss scale")]
 STEPS, CONTEXT, WIDTH, VOCABULARY = 60, 6, 48, 128
 BAND = 0.02
 FORCED = 2.0**30

@@ -8,6 +8,7 @@ by 2 e each, which by Cauchy and Schwarz adds no more than 4 e sqrt(N M) + 4 N e
 that are off themselves, behind a convolution, add to e. Last comes the momentum update.
 """
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,15 +18,16 @@ from hypothesis import example, given, target
 from hypothesis import strategies as st
 from torch import nn
 
+import pureaccum as pa
 from pureaccum._pure.functional import functional
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
-from tests.draws import generator
+from tests.draws import examples, generator
 from tests.pure.test_functional import through
 from tests.rounding import UNIT, gamma
 
 
-pytestmark = pytest.mark.bounds
+pytestmark = [pytest.mark.bounds, pytest.mark.promise("buffers")]
 DTYPES = (torch.float32, torch.float64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 MOMENTA = (0.1, 0.75, 1.0, None)
@@ -123,6 +125,30 @@ def test_any_cut_gives_the_statistics_of_the_full_batch(dtype, kind, sizes, mome
     fn = functional(net)
     _, got = through(fn, "pooled", fn.params, fn.buffers, x.split(sizes))
     target(check(kind, net, x, got))
+
+
+@kinds
+@examples(1 / 4)
+@given(cuts, st.sampled_from(MOMENTA), seeds())
+@example([2, 2], None, 0)
+@example([5, 2, 6], 1.0, 0)
+def test_a_step_over_any_cut_has_the_statistics_of_the_full_batch(kind, sizes, momentum, seed):
+    """Whole and streamed, and a microbatch that is skipped leaves no trace in them."""
+    dtype = torch.float64
+    net, x = make(kind, momentum, dtype, seed), batch(kind, sum(sizes), 3.0, dtype, seed)
+    fn = pa.functional(net)
+
+    def loss(params, x, buffers):
+        out, new = fn.apply(params, buffers, x)
+        return out.square().sum(), new
+
+    options = {"reduction": "sum", "buffers": "pooled", "nonfinite": "skip", "check": False}
+    step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=sizes, **options)
+    state = step.init(fn.params, fn.buffers)
+    whole, _ = step(state, x)
+    skipped, _ = step.window(state, [*x.split(sizes), torch.full_like(x, torch.nan)])
+    for new in (whole, skipped):
+        check(kind, copy.deepcopy(net), x, new.buffers)
 
 
 @dtypes

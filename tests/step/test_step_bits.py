@@ -195,6 +195,7 @@ def test_the_norm_is_unscaled_and_from_before_clipping():
 # Aux --------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("values")
 @kinds
 @examples(1 / 2)
 @given(data=st.data())
@@ -248,6 +249,7 @@ def test_aux_of_a_step_is_reduced(kind, data):
 # Skip -------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("skip")
 @kinds
 @examples(1 / 2)
 @given(
@@ -315,6 +317,7 @@ def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale,
         check(old, *step(copied(old), batch), whole)
 
 
+@pytest.mark.promise("skip")
 @kinds
 @pytest.mark.parametrize("size", [None, 2, 6])
 @pytest.mark.parametrize("scaled", [False, True])

@@ -156,6 +156,7 @@ def test_parameters_that_require_grad_stay_out_of_it():
 # Donation ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("donation")
 @every_optimizer
 @engines
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
@@ -215,6 +216,7 @@ def test_all_of_a_donated_state_is_gone_and_the_new_one_is_right(optimizer, engi
         assert torch.equal(info.aux["x"], part["x"])
 
 
+@pytest.mark.promise("donation")
 @every_optimizer
 def test_donated_memory_is_the_memory_of_the_new_params(optimizer):
     step = pa.make_step(mean_loss, optimizer, microbatch_size=2, donate=True)
@@ -237,6 +239,7 @@ def test_without_donation_any_old_state_goes_on():
         assert_trees_bitwise_equal(step(one, make_batch(5))[0], two)
 
 
+@pytest.mark.promise("donation")
 def test_a_donated_state_cannot_step_again():
     step = pa.make_step(mean_loss, pa.adamw(0.1), microbatch_size=2, donate=True)
     old = step.init(make_params())
@@ -273,6 +276,7 @@ def failing(where, at):
     return loss
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize("name", ["momentum", "fused adam", "chain"])
 @engines
 @donations
@@ -320,6 +324,7 @@ def late(schedule):
     }
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize("name", late(0.1))
 @donations
 @pytest.mark.parametrize("streams", [False, True])
@@ -362,6 +367,7 @@ def test_an_exception_in_the_schedule_loses_nothing(name, donate, streams):
         assert_trees_bitwise_equal(got, want)
 
 
+@pytest.mark.promise("frozen")
 def test_a_frozen_parameter_is_not_trained_by_mistake():
     """``step.init(dict(net.named_parameters()))`` would move it; ``functional`` leaves it out."""
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))

@@ -129,6 +129,7 @@ def test_a_policy_holds_dtypes_from_its_construction_on(field, dtype):
             takes(policy=replaced)
 
 
+@pytest.mark.promise("documented")
 def test_a_policy_is_copied_as_it_is():
     policy = pa.Policy(torch.float64, None, output=None, autocast=torch.bfloat16)
     assert policy == (torch.float64, None, None, torch.bfloat16)

@@ -34,7 +34,7 @@ from tests.step.problems import (
 )
 
 
-pytestmark = pytest.mark.transforms
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
 U64 = 2.0**-53
 
 
@@ -195,6 +195,7 @@ def after_two_steps(rule, size, options):
     return run
 
 
+@pytest.mark.promise("closure")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @examples(1 / 10)
 @given(
@@ -242,6 +243,7 @@ def test_derivatives_through_two_steps_are_those_of_differences(rule, size, opti
     assert grads[0] != 0
 
 
+@pytest.mark.promise("closure")
 def test_a_step_not_applied_has_the_derivative_of_the_identity():
     """Selected and never multiplied: what was not taken brings no NaN."""
     bad = poisoned(make_batch(), 0)
@@ -257,6 +259,7 @@ def test_a_step_not_applied_has_the_derivative_of_the_identity():
     assert torch.equal(got, want)
 
 
+@pytest.mark.promise("closure")
 def test_many_learning_rates_are_differentiated_at_once():
     """vmap of grad through a step, as a search for a learning rate would."""
     run = after_two_steps(RULES["adamw"], 2, {})

@@ -34,7 +34,7 @@ class Program(NamedTuple):
     around: ExitStack
 
 
-def begun():
+def begun(met=True):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 2))
     fn = pa.functional(net)
@@ -60,7 +60,7 @@ def begun():
     acc = pa.accumulator(lambda params, batch: loss(params, batch, fn.buffers)[0], check=False)
     sums = acc, acc.init(fn.params)
     program = Program(net, step, state, batch, sums, ExitStack())
-    for way in WAYS.values():
+    for way in WAYS.values() if met else ():
         way(program)
     return program
 
@@ -234,9 +234,9 @@ CHANGES = {
 }
 
 
-def outcome(change, way):
+def outcome(change, way, met=True):
     """What the next two calls give, or the error that they end in."""
-    program = begun()
+    program = begun(met)
     try:
         program = change(program)
         with program.around:
@@ -249,6 +249,7 @@ def forget(patch):
     patch.setattr(structures, "structure_of", lambda *_: None)
 
 
+@pytest.mark.given_up("caches")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", CHANGES)
@@ -262,6 +263,18 @@ def test_what_is_remembered_changes_nothing(change, way, monkeypatch):
         assert_trees_bitwise_equal(came, wanted)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_that_was_called_before_gives_what_a_new_one_gives(change):
+    for way in WAYS:
+        came, wanted = (outcome(CHANGES[change], way, met) for met in (True, False))
+        if isinstance(wanted, str):
+            assert came == wanted
+        else:
+            assert_trees_bitwise_equal(came, wanted)
+
+
+@pytest.mark.given_up("caches")
 @pytest.mark.parametrize("change", ["nothing", "more rows", "params in another order", "no_grad"])
 def test_a_structure_is_examined_once(change, monkeypatch):
     """Else the test above would compare one way with itself."""
@@ -273,6 +286,7 @@ def test_a_structure_is_examined_once(change, monkeypatch):
     assert len(examined) == (2 if change == "more rows" else 1)
 
 
+@pytest.mark.promise("policy")
 def test_a_device_that_knows_no_autocast():
     """The first call finds the structure, the others know it."""
     step = pa.make_step(
@@ -284,6 +298,7 @@ def test_a_device_that_knows_no_autocast():
     assert state.params.is_meta
 
 
+@pytest.mark.given_up("caches")
 def test_a_mode_around_the_first_call_decides_nothing_for_the_next():
     """Under it nothing is written in place; without it a large gradient is added as it comes."""
     net = torch.ones(600, 600)
@@ -295,6 +310,7 @@ def test_a_mode_around_the_first_call_decides_nothing_for_the_next():
     assert decided.kinds.large == [0]
 
 
+@pytest.mark.promise("donation")
 def test_a_donated_state_outlives_an_error_before_anything_is_added():
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -327,6 +343,7 @@ def test_a_donated_state_outlives_an_error_before_anything_is_added():
         assert_trees_bitwise_equal(acc.finalize(state), want)
 
 
+@pytest.mark.promise("donation")
 def test_what_was_given_up_is_refused_where_its_structure_is_known():
     step = pa.make_step(
         lambda params, x: (params["w"] * x).square().mean(), pa.sgd(0.1), donate=True

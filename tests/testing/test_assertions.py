@@ -21,7 +21,7 @@ from pureaccum.testing.strategies import exact_trees
 from tests.refusals import PACKAGE
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.promise("tools")]
 NAN, INF = math.nan, math.inf
 A = torch.tensor([[1.25, -2.5], [3.75, 7.5]])
 

@@ -1,9 +1,12 @@
 """What a check says is true, and it leaves no trace."""
 
+import ast
+import io
 import itertools
 import operator
 import random
 import warnings
+from contextlib import redirect_stdout
 
 import optree
 import pytest
@@ -65,6 +68,10 @@ def test_the_smallest_real_difference_is_seen(model, seed, exponent):
     assert min(map(len, value.split)) == 1
 
 
+def test_a_difference_of_a_hundred_times_the_bound_is_seen():
+    assert not report_of(lambda w, x: squares(w, x) * (1 + 2.0**-20 * (len(x) == 1))).fits
+
+
 def test_a_gradient_that_is_zero_on_paper_is_no_false_alarm():
     """A bias below a softmax: what is left is rounding, and has no digit right."""
     random = torch.Generator().manual_seed(0)
@@ -79,6 +86,7 @@ def test_a_gradient_that_is_zero_on_paper_is_no_false_alarm():
     assert full["b"].abs() < 1e-14  # the control: it is rounding, or zero
 
 
+@pytest.mark.mechanism
 def test_an_error_is_in_units_of_the_bound():
     """By hand: |error| / (share · sizes + floor)."""
     got = Result([torch.tensor(1.0), torch.tensor([3.0, 4.0])], [10.0, 0.0])
@@ -95,6 +103,7 @@ def test_an_error_is_in_units_of_the_bound():
 # Splits -----------------------------------------------------------------------------------
 
 
+@pytest.mark.mechanism
 @given(rows=st.integers(2, 40), count=st.integers(1, 10), seed=st.integers(0, 99))
 def test_every_way_is_a_partition(rows, count, seed):
     found = ways(rows, count, torch.Generator().manual_seed(seed))
@@ -108,6 +117,26 @@ def test_every_way_is_a_partition(rows, count, seed):
     assert any(max(map(len, parts)) == rows - 1 for parts in found)
 
 
+@pytest.mark.parametrize("rows", [2, 3, 8, 40])
+def test_a_loop_is_given_every_sample_once_in_each_split(rows):
+    """Some of them alone, and in some splits out of order. (What a loop keeps is put back.)"""
+
+    def loop(loss_fn, w, parts):
+        print([part[:, 0].int().tolist() for part in parts])
+        return sum(torch.func.grad(loss_fn)(w, part) * len(part) for part in parts) / rows
+
+    x = torch.arange(3.0 * rows).reshape(3, rows).T.contiguous()
+    with redirect_stdout(io.StringIO()) as out:
+        assert report_of(squares, W, x, loop=loop).fits
+    given_parts = [ast.literal_eval(line) for line in out.getvalue().splitlines()]
+    orders = [[*itertools.chain(*parts)] for parts in given_parts]
+    assert all(sorted(order) == [*range(rows)] for order in orders)
+    assert any(len(parts) > 1 for parts in given_parts)
+    assert any(len(part) == 1 for parts in given_parts for part in parts)
+    assert any(order != [*range(rows)] for order in orders)
+
+
+@pytest.mark.mechanism
 @given(
     parts=st.permutations(range(12)).map(lambda order: (order[:3], order[3:5], order[5:])),
     guilty=st.sets(st.integers(0, 11), min_size=1, max_size=4),
@@ -276,6 +305,13 @@ def test_natively_the_bound_is_that_of_the_dtype():
     assert not report_of(grows, W.bfloat16(), X.bfloat16(), reference="native").fits
 
 
+def test_natively_a_sum_that_is_exact_is_as_good_as_the_full_batch():
+    """Neither has an error of its own: the ratio of nothing to nothing is 1."""
+    x = torch.arange(24.0).reshape(8, 3) % 7
+    report = report_of(lambda w, x: ((x @ w) ** 2).sum(), W * 2, x, reduction="sum")
+    assert [leaf.native for leaf in report.leaves] == [1.0, 1.0]
+
+
 # It leaves no trace -----------------------------------------------------------------------
 
 
@@ -291,6 +327,8 @@ class Counting(nn.Module):
         return self.norm(x)
 
 
+@pytest.mark.promise("purity")
+@pytest.mark.promise("check")
 def test_nothing_is_left_of_a_check():
     net, own, calls = Counting(), torch.Generator().manual_seed(5), [0]
 
@@ -330,6 +368,7 @@ def test_a_check_works_whatever_mode_it_is_called_in():
 # In another dtype -------------------------------------------------------------------------
 
 
+@pytest.mark.mechanism
 def test_everything_that_a_loss_holds_takes_part_in_the_dtype():
     """Captured tensors, casts, dtypes named, those of new tensors, and what is composed of them."""
     captured, net = torch.ones(3), nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3)).eval()
@@ -355,6 +394,43 @@ def test_everything_that_a_loss_holds_takes_part_in_the_dtype():
     assert cast_tree({"x": captured, "n": 3}, torch.float64)["x"].dtype == torch.float64
 
 
+def test_whatever_a_loss_holds_is_computed_in_float64():
+    """Captured tensors, casts, dtypes named, those of new tensors, and what is composed of them."""
+    captured, net = torch.ones(3), nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3)).eval()
+
+    def loss(w, x):
+        seen = (
+            captured * 1,
+            captured[0],
+            torch.ones(2),
+            torch.ones(2, dtype=torch.float16) + 0,
+            torch.arange(3) / 3,
+            captured.half().float().double().bfloat16(),
+            captured.to(torch.bfloat16),
+            torch.cat([captured, torch.ones(1, dtype=torch.float64)]),
+            net(torch.ones(2, 3))[0],
+            nn.functional.batch_norm(torch.ones(2, 3), captured, captured),
+            torch.view_as_complex(torch.ones(2, 2)).real,
+        )
+        assert w.dtype == torch.float32 or {x.dtype for x in seen} == {torch.float64}
+        return squares(w * captured, x)
+
+    report = report_of(loss)
+    assert (report.fits, report.reference) == (True, "float64")
+    assert captured.dtype == torch.ones(()).dtype == torch.float32
+
+
+def test_the_default_dtype_is_as_before_where_a_loss_raises():
+    def loss(w, x):
+        return squares(w, x) if w.dtype == torch.float32 else raises()
+
+    with pytest.raises(KeyError, match="mine"):
+        check_accumulation(loss, W, X)
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.ones(()).dtype == torch.float32
+
+
+@pytest.mark.mechanism
 def test_what_is_written_to_a_captured_tensor_is_forgotten():
     counter = torch.zeros(())
     with computing_in(torch.float64):
@@ -363,6 +439,7 @@ def test_what_is_written_to_a_captured_tensor_is_forgotten():
     assert float(counter) == 0
 
 
+@pytest.mark.mechanism
 def test_the_default_dtype_comes_back_after_an_error():
     with pytest.raises(RuntimeError, match="mine"), computing_in(torch.float64):
         raise RuntimeError("mine")

@@ -37,7 +37,7 @@ from tests.draws import generator
 from tests.testing.problems import W, X, report_of, squares
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.mechanism]
 
 
 # The bound -------------------------------------------------------------------------------
@@ -134,6 +134,7 @@ def test_random_cuts_are_ragged_many_and_out_of_order(seed):
     assert max(map(len, found)) > 2
 
 
+@pytest.mark.promise("check")
 def test_the_seed_chooses_cuts_and_random_numbers():
     def loss(w, x):
         print(x[:, 0].tolist(), torch.rand(()).item(), sep="; ")  # a list would be put back
@@ -223,6 +224,7 @@ EXPERIMENTS = {
 }
 
 
+@pytest.mark.promise("check")
 @pytest.mark.parametrize(("loss", "kind", "says"), EXPERIMENTS.values(), ids=EXPERIMENTS)
 def test_an_experiment_tells(loss, kind, says):
     (found,) = report_of(loss, batch=MASKED).diagnoses
@@ -250,6 +252,7 @@ def test_the_shares_of_a_row_are_those_of_its_counts():
 LOOPS = [(False, ""), (True, ""), (False, "sum as mean"), (True, "mean of means")]
 
 
+@pytest.mark.promise("check")
 @pytest.mark.parametrize(("weighted", "kind"), LOOPS)
 def test_what_a_loop_makes_of_sums_and_totals(weighted, kind):
     def loss(w, batch):
@@ -269,6 +272,7 @@ def test_what_a_loop_makes_of_sums_and_totals(weighted, kind):
     assert causes == [kind] * bool(kind)
 
 
+@pytest.mark.promise("check")
 def test_each_of_two_calls_sees_the_rows_in_another_order():
     """In the same order, both would write the same."""
     last = torch.zeros(3)
@@ -284,6 +288,7 @@ def test_each_of_two_calls_sees_the_rows_in_another_order():
 # The report ------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("check")
 def test_a_report_says_what_was_done():
     def loss(w, batch):
         narrow = total(w.bfloat16(), {**batch, "x": batch["x"].bfloat16()})
@@ -294,6 +299,7 @@ def test_a_report_says_what_was_done():
     assert (report.dtype, report.reference) == ("float32", "float64")
 
 
+@pytest.mark.promise("check")
 def test_a_report_is_the_table_made_by_hand():
     leaves = (
         Leaf("value", 0.5, (), 0.0),

@@ -14,7 +14,7 @@ import pureaccum as pa
 from pureaccum.__main__ import main
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.promise("tools")]
 FILE = """\
 import torch
 

@@ -14,7 +14,7 @@ from pureaccum.testing._check.subject import preserving_random, reseed
 from tests.testing.problems import W, X, report_of, squares
 
 
-pytestmark = pytest.mark.purity
+pytestmark = [pytest.mark.purity, pytest.mark.promise("purity"), pytest.mark.promise("check")]
 
 
 class Owner:
@@ -144,6 +144,7 @@ def drawn():
     return torch.rand(()).item(), random.random(), np.random.random(), one
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("seed", [0, 2**32 + 1])
 def test_random_numbers_begin_anew_with_a_seed(seed):
     with preserving_random():
@@ -155,6 +156,7 @@ def test_random_numbers_begin_anew_with_a_seed(seed):
         assert not {*drawn()} & {*first}
 
 
+@pytest.mark.mechanism
 def test_random_states_are_preserved():
     with preserving_random([own]):
         reseed(3, [own])

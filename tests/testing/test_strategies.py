@@ -39,7 +39,7 @@ from pureaccum.testing.strategies import (
 from tests.draws import examples, few
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [pytest.mark.laws, pytest.mark.promise("tools")]
 
 
 def smallest(strategy, shows):

@@ -14,7 +14,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_pure, unchanged
 
 
-pytestmark = pytest.mark.purity
+pytestmark = [pytest.mark.purity, pytest.mark.promise("tools")]
 
 
 @pytest.mark.parametrize("name", ["pre_hook", "hook"])
@@ -159,9 +159,10 @@ ARGUMENTS = {
     "a module's attribute": (lambda t: setattr(t["net"], "n", 1), "args[0]['net']: n (new)."),
     "a module's tensor": (lambda t: t["net"].plain.add_(1), "args[0]['net'].plain: bits,"),
     "a module's child": (lambda t: t["net"].append(nn.ReLU()), "args[0]['net'].2, which is new"),
-    "donation": (
+    "donation": pytest.param(
         lambda t: pa.sgd(0.1).apply([WEIGHT], pa.sgd(0.1).init([WEIGHT]), [t["w"]], donate=True),
         "args[0]['w']: class (Tensor before, Donated after). Likely cause: a state that was dona",
+        marks=pytest.mark.given_up("donation elsewhere"),
     ),
     "sparse": (lambda t: t["sparse"].mul_(2), "args[0]['sparse']: bits, version"),
     "meta": (lambda t: t["meta"].resize_(1), "args[0]['meta']: version"),
