@@ -1,8 +1,8 @@
 """Which tests a profile runs, and what the others would add.
 
-``dev`` leaves out what is marked slow or nightly, and of a parametrised test it runs as few cases as
-meet each entry of each table. ``ci`` leaves out what is nightly, ``thorough`` nothing. A case that
-the command line names runs in any profile.
+``dev`` runs tests of promises that are not slow, a few cases of each: first those that meet entries
+of tables which no case before has met. ``ci`` runs every case, and slow tests of promises too.
+``thorough`` runs everything. A case that the command line names runs in any profile.
 """
 
 from collections import Counter, defaultdict
@@ -10,38 +10,49 @@ from collections import Counter, defaultdict
 import pytest
 
 
+KINDS = ("promise", "given_up", "mechanism")
+CASES = 4  # of each test, under dev; of one that is marked ``table`` all
 ADDED_BY = {"dev": ("ci", "thorough"), "ci": ("thorough",)}
 ADDS = {
-    "ci": "what every change has to pass: slow tests, all cases of tables, more examples",
-    "thorough": "what runs every night",
+    "ci": "slow tests, more cases and more examples (every change has to pass them)",
+    "thorough": "what is slower still, and 1,000 examples a property (every night)",
 }
 LEFT_OUT = pytest.StashKey[Counter]()
+UNMARKED = pytest.StashKey[list[str]]()
+
+
+def protects(item):
+    """The kind of what a test protects: by its own marker, or else by its file's."""
+    return next((marker.name for marker in item.iter_markers() if marker.name in KINDS), None)
 
 
 def choose(config, profile, items):
     """Deselect what the profile leaves out, and count it by the profile that runs it."""
-    named = [arg.partition("::")[2] for arg in config.args if "[" in arg]
+    tests = [item for item in items if not isinstance(item, pytest.DoctestItem)]
+    config.stash[UNMARKED] = [item.nodeid for item in tests if protects(item) is None]
     runs = {id(item): _first_profile(item) for item in items}
-    for cases in _by_function(items).values():
-        quick = [item for item in cases if runs[id(item)] == "dev"]
-        met = {id(item) for item in meeting_each_entry(quick)}
-        runs |= {id(item): "ci" for item in quick if id(item) not in met}
-    later = {
-        id(item)
-        for item in items
-        if runs[id(item)] in ADDED_BY.get(profile, ()) and not item.nodeid.endswith(tuple(named))
-    }
-    left = [item for item in items if id(item) in later]
-    items[:] = [item for item in items if id(item) not in later]
+    for cases in _by_function(tests).values():
+        quick = [case for case in cases if runs[id(case)] == "dev"]
+        if len(quick) > CASES and not quick[0].get_closest_marker("table"):
+            few = {id(case) for case in unlike(quick, CASES)}
+            runs |= {id(case): "ci" for case in quick if id(case) not in few}
+    named = tuple(arg.partition("::")[2] for arg in config.args if "[" in arg)
+    later = [item for item in items if runs[id(item)] in ADDED_BY.get(profile, ())]
+    left = [item for item in later if not (named and item.nodeid.endswith(named))]
+    out = {id(item) for item in left}
+    items[:] = [item for item in items if id(item) not in out]
     config.stash[LEFT_OUT] = Counter(runs[id(item)] for item in left)
     if left:
         config.hook.pytest_deselected(items=left)
 
 
 def _first_profile(item):
+    promised = protects(item) in ("promise", None)
     if item.get_closest_marker("nightly"):
         return "thorough"
-    return "ci" if item.get_closest_marker("slow") else "dev"
+    if item.get_closest_marker("slow"):
+        return "ci" if promised else "thorough"
+    return "dev" if promised else "ci"
 
 
 def _by_function(items):
@@ -51,22 +62,20 @@ def _by_function(items):
     return groups
 
 
-def meeting_each_entry(cases):
-    """As few cases as have each entry of each table of the test's parameters among them."""
-    entries = {
-        id(case): set(case.callspec.indices.items()) if hasattr(case, "callspec") else {case}
-        for case in cases
-    }
-    missing, met = set().union(*entries.values()), []
-    while missing:
-        best = max(cases, key=lambda case: len(entries[id(case)] & missing))
-        missing -= entries[id(best)]
-        met.append(best)
-    return met
+def unlike(cases, most):
+    """So many cases, each with as many entries of tables as possible that none before it has."""
+    cases, met, chosen = list(cases), set(), []
+    while len(chosen) < most:
+        best = max(cases, key=lambda case: len(set(case.callspec.indices.items()) - met))
+        met |= set(best.callspec.indices.items())
+        cases.remove(best)
+        chosen.append(best)
+    return chosen
 
 
 def summary(profile, left_out):
     """Lines for somebody who has never run these tests."""
+    yield f"This was the profile {profile}. CONTRIBUTING.md says more of profiles."
     for other in ADDED_BY.get(profile, ()):
         if left_out[other]:
-            yield f"HYPOTHESIS_PROFILE={other} adds {left_out[other]:,} tests: {ADDS[other]}"
+            yield f"HYPOTHESIS_PROFILE={other} adds {left_out[other]:,} tests: {ADDS[other]}."

@@ -25,9 +25,7 @@ settings.register_profile("thorough", max_examples=1000, deadline=None, print_bl
 MOVED = "PUREACCUM_TESTS_MOVED"
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 settings.load_profile(PROFILE)
-if (
-    PLANTED in os.environ
-):  # in a copy of the package with a fault: the smallest example is not needed
+if PLANTED in os.environ:  # what fails in a copy of the package with a fault need not be small
     unshrunk = settings(settings.default, phases=[Phase.explicit, Phase.generate])
     settings.register_profile("planted", unshrunk)
     settings.load_profile("planted")
@@ -44,9 +42,8 @@ def seeded():
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--moved", type=int, metavar="SEED", help="as on another processor: tests/moved.py"
-    )
+    told = "round as another processor might: tests/moved.py"
+    parser.addoption("--moved", type=int, metavar="SEED", help=told)
 
 
 def pytest_configure(config):

@@ -25,9 +25,7 @@ def move_draws(seed):
 def _moving(draw, seed):
     def drawn(*args, **kwargs):
         numbers = draw(*args, **kwargs)
-        return (
-            neighbours(numbers, seed) if _may_move(numbers) and not kwargs.get("out") else numbers
-        )
+        return neighbours(numbers, seed) if _may_move(numbers) else numbers
 
     return drawn
 

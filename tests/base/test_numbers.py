@@ -53,6 +53,7 @@ def test_a_number_is_read_where_it_is_one_for_all(nest):
     assert seen == [3.0 if read else None]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("applied")
 def test_what_is_traced_holds_no_number_of_the_tensors_it_was_traced_with():
     """Not whether a step was applied, and not how often there was one."""

@@ -313,6 +313,7 @@ def test_the_innermost_saved_tensors_hooks_are_seen():
 # The compiler -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scan_is_a_loop_in_a_graph():
     """Over a body that calls torch.func, with a carry that is a tree, and outputs stacked."""
 
@@ -342,6 +343,7 @@ def counting(graphs):
     return {"backend": backend}
 
 
+@pytest.mark.slow
 def test_functions_of_one_def_have_limits_of_their_own():
     """torch counts recompilations by code: the ninth closure would not compile."""
     graphs = []
@@ -407,6 +409,7 @@ def test_errors_of_the_compiler_are_told_from_others():
     assert "recompile" in type(caught.value).__name__.lower()  # what explain.py looks for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"dynamic": None}, {"dynamic": True}])
 def test_numbers_are_constants_of_a_graph(settings):
     """Those of arguments and those that are captured, ints and floats; sizes as they are asked."""

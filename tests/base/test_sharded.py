@@ -72,6 +72,7 @@ def what_does_not_fit_is_refused(folder):
         pa.load(folder / "fsdp", [wider, window])
 
 
+@pytest.mark.slow
 def test_who_has_no_dtensors_pays_nothing_for_them():
     code = "import sys, pureaccum; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -209,6 +209,7 @@ def compared(key, some, n, patch):
 KNOWN = {"mlp", "no_weight_and_nan", "a_sum", "with_aux"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHES)
 def test_without_a_shortcut_the_bits_are_the_same(name, monkeypatch):
     asked = compared(name, [x for x in FIT if x.name in KNOWN], 1, monkeypatch)

@@ -154,6 +154,7 @@ nodes = st.recursive(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.mechanism
 @given(nodes)
 def test_leaves_are_called_as_optree_calls_them(tree):

@@ -284,6 +284,7 @@ def test_no_more_leaves_are_named_than_one_reads(path):
     assert lines[-1] == "  and 30 more"
 
 
+@pytest.mark.slow
 def test_other_trees_of_many_leaves_are_refused(path):
     """The work grows with their number: with its square it would take a quarter of an hour."""
     tree = {f"l{i}": 0.5 for i in range(100_000)}

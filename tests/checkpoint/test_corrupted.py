@@ -200,6 +200,7 @@ def test_headers_that_contradict_themselves_are_refused(path, change):
         pa.load(path, TREE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ['"1"', '"{"'])
 def test_not_every_leaf_that_nobody_wants_is_looked_at(path, text):
     """Notes of no tensor name no leaf: nobody writes such a header, though nothing else is off."""

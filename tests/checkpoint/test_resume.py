@@ -116,6 +116,7 @@ def test_a_run_that_was_stopped_after_each_step_goes_on(at):
         assert_trees_bitwise_equal(got, steps(first, range(STEPS - at, STEPS + 3)))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_process(tmp_path):
     at = (3, 2)
     before = saved(str(tmp_path / "run"), at)

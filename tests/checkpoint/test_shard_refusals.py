@@ -76,6 +76,7 @@ def assert_refused(run, *words):
         pa.load(run, LIKE)
 
 
+@pytest.mark.slow
 def test_of_many_missing_shards_the_first_is_named(run):
     for shard in NAMES[1:]:
         (run / shard).unlink()
@@ -94,6 +95,7 @@ def test_a_shard_that_is_cut_is_named(run, shard):
     assert_refused(run, shard)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", NAMES)
 def test_a_shard_with_any_byte_flipped_is_named(run, shard):
     """Of the header, of numbers and of checksums."""

@@ -118,6 +118,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_any_ranks_load_what_any_ranks_saved(folder, world):
     assert run_on_ranks(world, partial(loads, str(folder))) == [End()] * world

@@ -384,6 +384,7 @@ def sizes(seed, dtype):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "dtype"),
     [
@@ -415,6 +416,7 @@ def test_a_network_whose_rows_are_apart_is_not_refused(seed, dtype):
         pa.grad(loss, microbatch_size=size, engine="auto")(params, batch)
 
 
+@pytest.mark.slow
 def test_a_batch_norm_among_them_is_refused():
     """The control."""
     for seed in range(10):

@@ -134,6 +134,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.promise("closure")
 @pytest.mark.promise("followed")
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

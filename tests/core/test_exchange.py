@@ -120,6 +120,7 @@ def each_its_own(kind, xs):
     return [along(partial(along, f), xs) for f in of]
 
 
+@pytest.mark.slow
 @on_ranks(2, 3)
 def test_derivatives_are_those_of_the_sum_of_what_all_ranks_return(rank, world):
     for kind in ("psum", "gather"):
@@ -206,6 +207,7 @@ def problem(rows, seed):
     return {"a": of(3, 6), "b": of(6, 4)}, {"x": of(rows, 3), "y": of(rows, 3)}
 
 
+@pytest.mark.slow
 @on_ranks(2, 3)
 @in_step()
 @given(
@@ -255,6 +257,7 @@ def test_a_contrastive_loss_of_all_ranks_is_that_of_one(
     near(again.params, alone(want, batch)[0].params, 1e-12)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @in_step()
 @given(data=st.data(), size=st.integers(1, 4), masked=st.booleans())
@@ -289,6 +292,7 @@ def test_bits_of_a_polynomial_of_all_rows(rank, world, data, size, masked):
     near(came[0].params, wanted[0].params, 1e-14)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank, world):
     """No samples, or samples of no weight;
@@ -347,6 +351,7 @@ def by_torch(w, x):
     return (w * x).sum() + (w**2 * total).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.given_up("early writes")
 @on_ranks(2)
 def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank, world):

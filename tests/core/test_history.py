@@ -279,6 +279,7 @@ def test_a_stream_raises_when_a_gradient_is_asked(which, donate):
             (out + out.detach()).backward()
 
 
+@pytest.mark.slow
 def test_a_stream_keeps_nothing_of_what_it_has_seen():
     w = W.clone().requires_grad_()
     acc, state = streamed(w, X, C, True)
@@ -479,6 +480,7 @@ def test_a_backward_pass_takes_the_memory_of_one_microbatch(name):
     assert max(alive) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.promise("threads")
 def test_in_several_threads():
     want = grad(lambda w: number(grad(mean)(w, X, C)))(W)
@@ -534,6 +536,7 @@ def test_what_a_product_s_loss_captures_is_never_a_constant():
         close(found, want)
 
 
+@pytest.mark.slow
 @pytest.mark.given_up("captured")
 def test_what_is_refused_is_refused_to_who_asks_for_one_gradient():
     c = C.clone().requires_grad_()

@@ -66,6 +66,7 @@ def peak(run):
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("way", ["value", AUTO, "func", "autograd", "step", "donated step"])
 def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way, name):

@@ -141,6 +141,7 @@ def check(ours, theirs, at):
         Problem.compare(transform(ours), want, [want])
 
 
+@pytest.mark.slow
 @wraps
 @examples(1 / 2)
 @given(seeds(), st.sampled_from([None, 1, [2, 3], 2, ROWS + 3]), st.booleans())
@@ -190,6 +191,7 @@ def test_derivatives_through_steps_are_those_of_differences():
     assert (wrong - right).norm() > 0.1 * right.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.given_up("captured")
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("captured", ["rate", "theta"])

@@ -291,6 +291,7 @@ def everything(kind, cut=whole):
     return loss
 
 
+@pytest.mark.slow
 @kinds
 @examples(1 / 2)
 @given(data=st.data(), seed=seeds(), size=st.sampled_from([1, 2, 4, 7]))

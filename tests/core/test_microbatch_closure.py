@@ -256,6 +256,7 @@ def test_an_ensemble_of_states_is_its_members(optimizer):
     assert info.applied.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["func", "backward"])
 def test_inside_of_a_user_s_compiler_it_is_one_graph(way):
     w, x = double(0)

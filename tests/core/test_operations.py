@@ -161,6 +161,7 @@ SECOND = {
 REFUSED = {("tensor_split", "value"), ("tensor_split", "backward twice of value")}
 
 
+@pytest.mark.slow
 @parts
 def test_every_way_gives_what_torch_gives(part):
     """Where an operation has several samples, each goes every other way, but for ``thorough``."""
@@ -233,6 +234,7 @@ def size(x):
     return float(real(x).nan_to_num(0.0, 0.0, 0.0).norm())
 
 
+@pytest.mark.slow
 @pytest.mark.mechanism
 @parts
 def test_a_function_mode_changes_no_bit(part):

@@ -147,6 +147,7 @@ def check(name, *points, **options):
 # Every place --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 @examples(1 / 4)
 @given(st.data())

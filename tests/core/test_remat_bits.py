@@ -127,6 +127,7 @@ def test_autocast_around_the_backward_pass_alone_changes_nothing():
     assert_trees_bitwise_equal(run(pa.remat(lambda w: (w @ w).sin().sum())), run(in_float32))
 
 
+@pytest.mark.slow
 def test_the_cache_of_autocast_lets_go_of_what_is_computed_again():
     """It would hold the casts, and with them the weights, until the region around it ends."""
     seen = []

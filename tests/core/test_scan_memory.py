@@ -83,6 +83,7 @@ def grows(nest, run, few=4):
 USED = [it for it in NESTS if "pa." not in it and "step" not in it]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nest",
     [
@@ -127,6 +128,7 @@ def test_a_scan_of_scans_takes_the_memory_of_one_inner_chunk_and_the_carries():
 OTHERS = [it for it in USED if it not in ("value", "jvp")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nest", every_night(OTHERS, but=("grad", "backward", "jvp of grad")))
 def test_the_loop_takes_more(nest):
     """The control: it fails the law."""

@@ -194,6 +194,7 @@ def test_a_program_of_make_fx_gives_the_numbers_of_other_inputs(call):
         same(call, program(*point), flat(CALLS[call](*point)))
 
 
+@pytest.mark.slow
 @calls
 def test_linearize_pushes_any_tangent_any_number_of_times(call):
     (w, x), (v, _), (u, _) = POINTS
@@ -320,6 +321,7 @@ def test_who_keeps_what_operations_give_finds_it_unchanged(call):
     del out
 
 
+@pytest.mark.slow
 @calls
 def test_tensors_without_numbers_have_the_shapes_of_a_plain_call(call):
     want = [(x.shape, x.dtype) for x in flat(CALLS[call](*POINTS[0]))]

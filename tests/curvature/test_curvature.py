@@ -209,6 +209,7 @@ def test_a_product_of_several_arguments_and_dtypes(kind):
     near(parts(came), matrix @ parts(v))
 
 
+@pytest.mark.slow
 def test_plain_autograd_and_forward_ad_around_a_call():
     """Params that require grad are taken as they are; a tangent of the caller goes through."""
     problem = Problem("mlp")
@@ -233,6 +234,7 @@ def test_plain_autograd_and_forward_ad_around_a_call():
         near(problem.flat(tangents), problem.flat(want))
 
 
+@pytest.mark.slow
 def test_functions_that_are_cut_inside():
     """A loss of all pairs of samples, an exact BatchNorm:
 
@@ -292,6 +294,7 @@ def test_compiled(kind):
     near(problem.flat(pa.unstack(at_once(*args[:2], several))[1]), want)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("curvature")
 @pytest.mark.promise("threads")
 def test_threads():
@@ -360,6 +363,7 @@ def of_labels(params, batch, forward):
     return F.cross_entropy(forward(params, batch), batch["y"], reduction="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 4])
 def test_what_is_drawn_is_a_constant_of_the_product(size):
     """It is what the loss itself would draw, though it is a function of params."""
@@ -411,6 +415,7 @@ def test_labels_that_are_drawn_give_gauss_newton_on_average():
 # What is solved ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_solution_is_that_of_the_matrix():
     problem = Problem("norm")
     of = partial(problem.products(microbatch_size=4)["gauss-newton"], problem.params, problem.batch)
@@ -451,6 +456,7 @@ def unflat(vector, problem):
     return {n: part.view(p.shape) for (n, p), part in pairs}
 
 
+@pytest.mark.slow
 def test_scipy_and_columns():
     linalg = pytest.importorskip("scipy.sparse.linalg", reason="SciPy is not installed")
     problem = Problem("mlp")
@@ -477,6 +483,7 @@ def test_scipy_and_columns():
 # Memory, and calls ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @KIND
 def test_the_memory_of_one_microbatch(kind):
     """With 64 microbatches as with 4, by a tenth at most; and whole it grows with the batch."""

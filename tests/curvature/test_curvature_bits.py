@@ -217,6 +217,7 @@ def test_what_decides_is_not_rounded_on_the_way(dtype):
 # Ranks ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.promise("curvature")
 @pytest.mark.promise("ranks")
 @on_ranks(1, 2, 3)
@@ -282,6 +283,7 @@ def test_a_loss_that_reaches_other_ranks(rank, world):
     assert_trees_bitwise_equal(ggnvp(embed, scores, **options)(params, x[own], v), want)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("curvature")
 @pytest.mark.promise("ranks")
 @on_ranks(2)

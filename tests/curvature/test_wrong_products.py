@@ -269,6 +269,7 @@ def refused(make, *args, leaf="params['", cause=""):
 # What is found -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @DTYPE
 @pytest.mark.parametrize("name", some_of(HEADS))
 def test_a_head_that_makes_its_gradient_in_its_forward_pass(name, dtype):
@@ -307,6 +308,7 @@ def test_an_activation_in_a_body(name, kind):
         assert (x - y).norm() <= 1e-12 * y.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", some_of([0.05, 1.0]))
 def test_the_loss_of_outputs(share):
     def loss(out, batch):
@@ -316,6 +318,7 @@ def test_the_loss_of_outputs(share):
     refused(products(loss)["hvp"], *problem(), cause="FusedLoss")
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_finding():
     """One matrix, float64: torch's own chunked head, Liger's kind, and a loss of outputs."""
     torch.manual_seed(0)
@@ -328,6 +331,7 @@ def test_the_programs_of_the_finding():
     refused(fused, w, batch, v, leaf="in params:")
 
 
+@pytest.mark.slow
 def test_what_torch_itself_has_wrong():
     """Its _weight_norm twice backwards, and forward AD of some operations (torch 2.13)."""
     params, batch, v = problem()
@@ -415,6 +419,7 @@ def test_no_false_alarm(name, dtype):
     fisher_vp(each, **sizes)(params, batch, v)
 
 
+@pytest.mark.slow
 def test_what_is_detached_is_a_constant():
     for name in ("straight through", "a ratio of probabilities", "its own targets"):
         for make in with_head(RIGHT[name]).values():
@@ -539,6 +544,7 @@ def test_where_the_first_rows_have_no_weight():
         product(params, masked | {"mask": masked["mask"].flip(0)}, v)
 
 
+@pytest.mark.slow
 def test_streams_estimates_modes_and_generators():
     params, batch, v = problem()
     parts = [{n: x[i : i + 4] for n, x in batch.items()} for i in (0, 4)]
@@ -638,6 +644,7 @@ def report(loss, params, batch, **options):
     yield from found.diagnoses
 
 
+@pytest.mark.slow
 @pytest.mark.promise("check")
 @pytest.mark.parametrize("dtype", some_of(DTYPES[:2]))
 def test_the_check_finds_what_both_sides_have_wrong(dtype):

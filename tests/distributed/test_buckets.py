@@ -31,6 +31,7 @@ def claimed():
     return claim(agreement({}), "here", {}, {}, CPU, "", whole=False)
 
 
+@pytest.mark.slow
 @pytest.mark.mechanism
 @on_ranks(3)
 @in_step()
@@ -61,6 +62,7 @@ def some_tensors(seed, rank):
     return [filled(x) for x in (*leaves, image, *odd)]
 
 
+@pytest.mark.slow
 @pytest.mark.mechanism
 @on_ranks(2)
 @in_step()
@@ -118,6 +120,7 @@ def test_states_of_any_tensors_are_summed(rank, world, seed, order, keep):
     assert all(bool((x == i).all()) for i, x in enumerate(merged))
 
 
+@pytest.mark.slow
 @pytest.mark.promise("documented")
 @pytest.mark.promise("ranks")
 @on_ranks(2)
@@ -214,6 +217,7 @@ def test_what_was_summed_before_changes_no_bit(rank, world, seed, sizes):
         assert all(torch.equal(other, grads[0]) for other in grads)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @in_step()
 @given(seed=st.integers(0, 99))

@@ -328,6 +328,7 @@ def named(world):
     }
 
 
+@pytest.mark.slow
 @on_ranks(2, 3)
 def test_programs_that_were_wrong_once_are_those_of_one_process(rank, world):
     for name, program in named(world).items():

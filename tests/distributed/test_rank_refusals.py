@@ -252,6 +252,7 @@ def aborts(times, folder, rank, world):
     return before
 
 
+@pytest.mark.slow
 def test_a_group_that_aborts_runs_once_more_and_only_once(tmp_path):
     """Of tests/ranks.py: what aborts twice has failed."""
     once, twice = tmp_path / "once", tmp_path / "twice"

@@ -146,6 +146,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
     check(*step(step.init(model.params), batches[rank]), count)
 
 
+@pytest.mark.slow
 @on_ranks(2, 4)
 @in_step()
 @given(
@@ -179,6 +180,7 @@ def test_what_one_rank_sees_all_ranks_act_on(rank, world, data, bad, policy):
     in_every_rank(came)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @in_step()
 @given(data=st.data(), size=st.none() | st.integers(1, 9), backwards=st.booleans())
@@ -209,6 +211,7 @@ def test_masks_do_not_depend_on_the_ranks(rank, world, data, size, backwards):
     assert_trees_bitwise_equal(step.apply(state, window)[0], want)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @in_step()
 @given(data=st.data(), size=st.sampled_from([1, 2, 4]))
@@ -240,6 +243,7 @@ def test_batch_norm_pools_over_ranks(rank, world, data, size):
     in_every_rank(new)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @in_step()
 @given(data=st.data(), reduce=st.sampled_from(["sum", "mean", "moments", "largest"]))
@@ -268,6 +272,7 @@ def test_samples_of_all_ranks_are_reduced_as_those_of_one(rank, world, data, red
     assert_trees_bitwise_equal(came, functools.reduce(acc.merge, states))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @in_step()
 @given(data=st.data())
@@ -364,6 +369,7 @@ def test_each_rank_finds_a_size_that_fits_it(rank, world):
             assert info.microbatches == sum({1: 8, 2: 4, 3: 4, 8: 1}[most] for most in limits)
 
 
+@pytest.mark.slow
 @pytest.mark.given_up("memory budget")
 @on_ranks(2)
 @in_step()

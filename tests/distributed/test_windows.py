@@ -174,6 +174,7 @@ def interrupted(folder, saved, rank, world):
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [1, 2, 4])
 def test_a_window_goes_on_with_fewer_ranks_and_with_more(saved, tmp_path):
     ends = run_on_ranks(4, functools.partial(interrupted, str(tmp_path), saved))

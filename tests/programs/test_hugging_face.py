@@ -81,6 +81,7 @@ def ported(path: str = "", stop: int = MICROBATCHES) -> dict[str, Tensor]:
 ORIGINAL, PORTED = [original], [ported]
 
 
+@pytest.mark.slow
 def test_it_is_the_original() -> None:
     """Up to the square root of float32's unit: the loss of transformers takes logits in float32."""
     assert near(ported(), original()) <= 2.0**-12

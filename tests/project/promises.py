@@ -4,8 +4,8 @@ A test file names its promise in a marker:
 
     pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
 
-A test of what the next version gives up is marked ``given_up``, with a name of ``GIVEN_UP``, and one
-that any correct rewrite of the inside would fail ``mechanism``. The marker closest to a test counts.
+A test of what the next version gives up is marked ``given_up``, with a name of ``GIVEN_UP``. One
+that a correct rewrite of the inside would fail is marked ``mechanism``. The closest marker counts.
 
 ``python -m tests.project.promises`` writes the tables of the guide's page trust.md: promises,
 versions and planted faults. ``pytest -m promise`` runs all of these test files.

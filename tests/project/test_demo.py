@@ -214,6 +214,7 @@ def test_packages_that_the_demo_lacks_are_named(monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_what_the_demo_needs_is_not_imported_before_it_is_named():
     script = (
         "import sys; sys.modules.update(rich=None, matplotlib=None)\n"

@@ -217,6 +217,7 @@ def test_links_are_links():
         assert all(LINK.fullmatch(link) for link in links), links
 
 
+@pytest.mark.slow
 def test_no_section_is_spare():
     """Of what is private, too."""
     found = 0

@@ -41,6 +41,7 @@ def check_language_model(model):
     assert last < first
 
 
+@pytest.mark.slow
 def test_the_language_model_learns():
     check_language_model("Transformer")
 
@@ -89,6 +90,7 @@ def test_a_balance_of_the_batch_is_no_mean_of_balances():
     assert f"and a balance per sequence {sequence}." in page
 
 
+@pytest.mark.slow
 def test_tiles_of_a_head_are_the_whole_head():
     """Cut or not, the same is learned, up to sums in another order."""
     seen = main("tiled")(rows=2, length=32, words=64, width=4)
@@ -97,6 +99,7 @@ def test_tiles_of_a_head_are_the_whole_head():
     assert seen["losses"] < rounding
 
 
+@pytest.mark.slow
 def test_a_scan_goes_back_through_all_steps_and_truncation_does_not():
     """Less is lost in longer chunks, and what is lost is no rounding."""
     seen = main("recurrent")(rows=2, length=256, width=4, size=16)
@@ -132,6 +135,7 @@ def test_linear_attention_does_not_depend_on_its_chunks():
     assert apart / pa.global_norm(whole) < torch.finfo(torch.float64).eps ** 0.5
 
 
+@pytest.mark.slow
 def test_samples_with_wrong_labels_are_found():
     """Wrong labels are a tenth: what is said of many more than that is no chance."""
     seen = main("per_sample")(rows=400, steps=40)
@@ -140,6 +144,7 @@ def test_samples_with_wrong_labels_are_found():
     assert 2 * seen["plain"] < seen["clipped"]
 
 
+@pytest.mark.slow
 def test_samples_that_do_harm_are_found():
     """The system is solved as far as it says, and wrong labels, a tenth, are among the worst."""
     seen = main("influence")(rows=400, size=50, width=16, steps=40)
@@ -147,6 +152,7 @@ def test_samples_that_do_harm_are_found():
     assert seen["found"] > 0.5 > 0.2 > seen["chance"]
 
 
+@pytest.mark.slow
 def test_a_network_is_less_sure_where_it_has_seen_nothing():
     seen = main("laplace")(rows=256, width=8, steps=100)
     assert seen["near"] < seen["gap"]
@@ -180,6 +186,7 @@ def test_a_kernel_tells_images_apart():
     assert seen["off"] < torch.finfo(torch.float32).eps ** 0.5
 
 
+@pytest.mark.slow
 def test_tasks_that_disagree_are_learned_together():
     example = runpy.run_path(str(EXAMPLES / "several_objectives.py"))
     seen = example["main"](rows=256, size=64, width=16, steps=10)
@@ -228,6 +235,7 @@ def test_amp_training_has_the_numbers_of_the_full_batch(capsys):
     assert "1 of 4 microbatches skipped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_batch_norm_is_exact_in_microbatches():
     off = main("batchnorm_exact")(rows=32, size=8)
     rounding = torch.finfo(torch.float64).eps ** 0.5

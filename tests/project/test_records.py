@@ -57,10 +57,12 @@ def sliced(tree):
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
+@pytest.mark.slow
 def test_records_are_built_by_keyword():
     assert not {name: found for name, tree in TREES.items() if (found := [*by_position(tree)])}
 
 
+@pytest.mark.slow
 def test_records_are_not_sliced():
     assert not {name: found for name, tree in TREES.items() if (found := [*sliced(tree)])}
 

@@ -72,6 +72,7 @@ def private(tree):
                 yield name
 
 
+@pytest.mark.slow
 @pytest.mark.mechanism
 def test_a_wing_imports_only_from_lower_lines():
     for name, tree in TREES.items():
@@ -103,6 +104,7 @@ def test_one_word_for_one_thing():
                 found[node.name] = name
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     graph = {name: set(imports(name, tree)) for name, tree in TREES.items()}
     tuple(TopologicalSorter(graph).static_order())

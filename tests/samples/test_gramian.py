@@ -312,6 +312,7 @@ def peak(of, samples=SAMPLES, others=0):
     return peak_of(lambda: of(func)(params, x, other=y if others else None))
 
 
+@pytest.mark.slow
 def test_no_jacobian_of_a_layer_is_ever_whole():
     """What is alive is in proportion to activations, and with chunks to those of two of them."""
     jacobian = SAMPLES * 3 * WIDTH**2 * 4
@@ -321,6 +322,7 @@ def test_no_jacobian_of_a_layer_is_ever_whole():
     assert peak(lambda f: pa.gramian(f, chunk_size=4, engine="autograd")) > jacobian / 4
 
 
+@pytest.mark.slow
 @engines
 @pytest.mark.parametrize("others", [0, 12])
 def test_what_is_kept_is_the_matrix_and_two_blocks(engine, others):

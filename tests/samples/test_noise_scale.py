@@ -197,6 +197,7 @@ def followed(mu, decay, batches, runs):
     return vmap(running.read)(averages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decay", "batches"), [(0.99, 10), (0.99, 40), (0.9, 40)])
 def test_the_interval_holds_the_truth_in_95_of_100_runs(decay, batches):
     """Give or take four standard deviations of a binomial count, 1 % of 8000 runs, 2 % of 2000.

@@ -313,6 +313,7 @@ def test_what_a_loss_captures_may_change():
 # Where it runs ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_under_transforms_it_is_the_ordinary_step():
     settings, graphs = counting()
     ours, eager = pair(loss, pa.sgd(0.1), compile=settings)

@@ -61,6 +61,7 @@ def check(kind, form, params, batch, settings="eager"):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
@@ -255,6 +256,7 @@ def test_wide_microbatches_are_those_of_the_eager_step(options):
         assert info.weight == rows
 
 
+@pytest.mark.slow
 def test_an_overflow_in_a_group_lowers_the_loss_scale():
     """Of a loss that is inf where its gradient is finite."""
 

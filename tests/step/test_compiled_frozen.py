@@ -246,6 +246,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in ("grad",) else pytest.param(n, marks=slow) for n in PROGRAMS]
 )

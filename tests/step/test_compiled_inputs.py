@@ -22,6 +22,7 @@ def loss(w, x):
     return ((x * w) ** 2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, EAGER], ids=["eager", "compiled"])
 @pytest.mark.parametrize("rows", [300_000, 3])  # above 1 MiB of gradients a graph is in place
 def test_aux_that_is_a_parameter_is_that_before_the_step(rows, compile):

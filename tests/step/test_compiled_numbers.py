@@ -116,6 +116,7 @@ IN_SHORT = ("1 - decay",)
 ALIKE = ("linear decay", "since", "Weighted, 1 - decay", "in bfloat16", "a masked int", "a slice")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -201,6 +202,7 @@ OPEN = ("batch", "stream", "a closure", "a global")
 UNROLLED = [pytest.mark.given_up("recipes")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [pytest.param("a closure", None, marks=UNROLLED)]
@@ -277,6 +279,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @examples(1 / 10, 10)
 @given(
     st.lists(NUMBERS, min_size=1, max_size=3),
@@ -394,6 +397,7 @@ def test_two_numbers_have_eight_values_each():
         ours(state, make_batch(0) | {"t": 8}, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, pytest.param(F64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "number",
@@ -415,6 +419,7 @@ def test_a_tensor_may_change_at_every_step(number, dtype):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_tensor_around_the_loss_may_change_at_every_step():
     """In place or not."""
     settings, graphs = counting()
@@ -430,6 +435,7 @@ def test_a_tensor_around_the_loss_may_change_at_every_step():
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [lambda i: i / 2, pytest.param(lambda i: i, marks=pytest.mark.slow)]
 )
@@ -451,6 +457,7 @@ def test_a_number_around_the_loss_has_few_values(number):
     assert "torch.tensor(t, dtype=" in said
 
 
+@pytest.mark.slow
 def test_a_bool_chooses_the_code():
     settings, graphs = counting()
     loss = lambda w, b: rows(w, b["x"]).mean() * (2 if b["t"] else 1)  # noqa: E731

@@ -108,6 +108,7 @@ def keeps(params, batch):
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "line", "why"),
     [

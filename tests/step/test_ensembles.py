@@ -289,6 +289,7 @@ class Model:
         return loss(params, batch)
 
 
+@pytest.mark.slow
 def test_a_step_has_a_name_for_vmap():
     """Where there is none, vmap asks for the ``repr`` of all that the loss is bound to."""
     step = pa.make_step(Model().loss, pa.sgd(0.1))

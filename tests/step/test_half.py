@@ -86,6 +86,7 @@ def test_fp16_reaches_the_loss_of_fp32_through_a_forced_overflow(device):
     assert ours - reached <= 0.1 * (start - reached)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize(
     "policy",

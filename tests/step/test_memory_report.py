@@ -69,6 +69,7 @@ def made(name, engine="func", **options):
     return step, step.init({k: p.detach() for k, p in net.named_parameters()}), draw(*shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "engine"), [("mlp", "func"), ("convnet", "func"), ("transformer", "autograd")]
 )
@@ -124,6 +125,7 @@ def everything(params, batch, buffers, keys):
     return pa.Weighted((out**2).sum(), batch["mask"].sum()), (new, {"rows": out.sum(1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_is_predicted_of_steps_of_all_kinds_is_counted(donate):
     step = pa.make_step(

@@ -157,6 +157,7 @@ def test_a_stream_of_a_step_is_one_graph():
         assert info.skipped == (parts[-1] is bad)
 
 
+@pytest.mark.slow
 def test_a_schedule_in_python_numbers_says_so():
     """It would be a constant of the graph."""
     step = plain(pa.sgd(lambda count: 0.1)).step()

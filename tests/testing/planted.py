@@ -46,7 +46,8 @@ def plant(name, directory):
 def run_tests(root, tests, profile):
     """The exit code of pytest and what it wrote; ``root`` has the copy, tests, pyproject.toml.
 
-    The profile chooses among the tests, and how many examples they draw. After ``SECONDS`` it is killed, which the exit code tells.
+    The profile chooses among the tests, and how many examples they draw. After ``SECONDS`` the run
+    is killed, which the exit code tells.
     """
     if CONTEXT.get_start_method() == "forkserver":
         CONTEXT.set_forkserver_preload(IMPORTED)

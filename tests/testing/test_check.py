@@ -161,6 +161,7 @@ def test_the_split_that_is_shown_is_the_smallest(parts, guilty):
         assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_each_leaf_has_a_split_that_shows_its_own_fault():
     """Of one leaf samples 0 and 1 see each other, of the other samples 2 and 3."""
 
@@ -184,6 +185,7 @@ def test_the_same_seed_gives_the_same_report():
     assert report_of(grows, seed=3) == report_of(grows, seed=3)
 
 
+@pytest.mark.slow
 def test_weights_are_drawn_where_the_batch_has_them():
     """With a mask of ones a mean over the mask is the mean over the samples;
 
@@ -270,6 +272,7 @@ def test_what_cannot_be_checked_is_refused(error, words, changed):
         check_accumulation(**{"loss_fn": squares, "params": W, "batch": X} | changed)
 
 
+@pytest.mark.slow
 def test_a_loop_on_a_module_of_its_own_is_compared_natively():
     net = nn.Linear(3, 1, bias=False)
 
@@ -358,6 +361,7 @@ def test_a_buffer_that_is_assigned_in_every_call_is_state():
     assert any(d.kind == "state" and "writes to net.ema" in d.says for d in report.diagnoses)
 
 
+@pytest.mark.slow
 def test_a_check_works_whatever_mode_it_is_called_in():
     for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         with mode:
@@ -485,6 +489,7 @@ def contrast(w, x):
     return (z.unsqueeze(0) - z.unsqueeze(1)).square().mean().tanh()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [3, [[3, 5], [1, 1, 6]]])
 def test_a_cut_around_a_cut_fits_where_sums_are_undivided(splits):
     assert report_of(sums, splits=splits).fits

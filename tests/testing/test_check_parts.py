@@ -134,6 +134,7 @@ def test_random_cuts_are_ragged_many_and_out_of_order(seed):
     assert max(map(len, found)) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.promise("check")
 def test_the_seed_chooses_cuts_and_random_numbers():
     def loss(w, x):
@@ -224,6 +225,7 @@ EXPERIMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.promise("check")
 @pytest.mark.parametrize(("loss", "kind", "says"), EXPERIMENTS.values(), ids=EXPERIMENTS)
 def test_an_experiment_tells(loss, kind, says):
@@ -252,6 +254,7 @@ def test_the_shares_of_a_row_are_those_of_its_counts():
 LOOPS = [(False, ""), (True, ""), (False, "sum as mean"), (True, "mean of means")]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("check")
 @pytest.mark.parametrize(("weighted", "kind"), LOOPS)
 def test_what_a_loop_makes_of_sums_and_totals(weighted, kind):

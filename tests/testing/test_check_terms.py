@@ -28,6 +28,7 @@ SECOND = {  # beside it: what the second term is, and what the check calls that
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SECOND)
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_the_check_says_what_cutting_does(case, has_aux):

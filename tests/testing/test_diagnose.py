@@ -53,6 +53,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "kinds"), LOSSES.values(), ids=LOSSES)
 def test_a_cause_hides_no_other_and_adds_none(loss, kinds):
     found = diagnoses_of(loss)
@@ -89,6 +90,7 @@ def test_a_sum_that_is_declared_one_is_not_blamed_for_it():
     assert "depends on the order of the samples" in found.says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -58,6 +58,7 @@ def test_planting_copies_the_package_and_changes_one_file(tmp_path):
     assert changed == [FAULTS["the short tail dropped"]["file"]]
 
 
+@pytest.mark.slow
 def test_python_finds_the_copy_first(tmp_path):
     copy = plant("a scale that is not undone", tmp_path)
     script = "import pureaccum, pureaccum.testing; print(pureaccum.testing.__file__)"

@@ -351,6 +351,7 @@ def test_a_batch_has_one_row_per_sample(rows, data):
     assert ((batch["mask"] >= 0) & (batch["mask"] <= 3)).all()
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_left_out_is_shown_by_one_row():
     def wrong(batch):
         return bool((batch["x"].T @ batch["mask"].float() != batch["x"].sum(0)).any())
@@ -504,6 +505,7 @@ def test_without_hypothesis_the_error_names_the_extra(monkeypatch):
         importlib.import_module("pureaccum.testing.strategies")
 
 
+@pytest.mark.slow
 def test_hypothesis_is_imported_for_strategies_alone():
     code = "import sys, pureaccum, pureaccum.testing; sys.exit('hypothesis' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

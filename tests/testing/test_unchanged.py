@@ -298,6 +298,7 @@ def test_numpys_generator_is_watched_where_there_is_numpy():
     assert "NumPy's generator: state." in refused(lambda: numpy.random.rand())
 
 
+@pytest.mark.slow
 def test_numpy_is_not_imported_for_it():
     script = (
         "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore')\n"
