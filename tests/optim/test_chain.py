@@ -16,7 +16,11 @@ from tests.draws import examples, generator
 from tests.optimizers import Count, Polyak, Torchs, by_name, clones, leaves, make_params, normal
 
 
-pytestmark = pytest.mark.laws
+pytestmark = [
+    pytest.mark.laws,
+    pytest.mark.promise("optimizers"),
+    pytest.mark.promise("documented"),
+]
 
 
 def clipped_by_torch(grads, max_norm, foreach):

@@ -13,7 +13,7 @@ from tests.optimizers import leaves
 from tests.refusals import PARAMS, Loss, make_batch, refused, squares
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.given_up("lbfgs and sam")]
 BATCH = make_batch(6)
 fn = pa.grad_and_value(squares, microbatch_size=4, engine="auto")
 MINIMIZERS = {"lbfgs": pa.lbfgs(max_iter=2), "sam": pa.sam(pa.sgd(0.1))}

@@ -21,7 +21,7 @@ from tests.ranks import on_ranks
 from tests.refusals import refused
 
 
-pytestmark = pytest.mark.exact
+pytestmark = [pytest.mark.exact, pytest.mark.given_up("lbfgs and sam")]
 ROOT_OF_UNIT = 2.0**-26.5
 
 

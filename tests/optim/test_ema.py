@@ -18,7 +18,7 @@ from tests.optimizers import Copies, clones, leaves, normal, unread
 from tests.refusals import saying
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("documented")]
 decays = st.sampled_from([0.0, 0.5, 0.9, 0.999]) | st.floats(0, 1, exclude_max=True)
 flags = st.lists(st.booleans(), max_size=6)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
@@ -203,6 +203,7 @@ def test_the_warm_up_of_an_average():
 # As a pure state ------------------------------------------------------------------------
 
 
+@pytest.mark.promise("purity")
 @given(seeds(), flags)
 def test_no_argument_changes_and_nothing_is_shared(seed, flags):
     average, seen = pa.ema(0.9), [params_of(seed)]
@@ -227,6 +228,7 @@ def test_of_parameters_that_require_grad_no_graph_is_recorded():
 MEMBERS = [torch.float32, torch.bfloat16, torch.int64]
 
 
+@pytest.mark.promise("ensembles")
 @examples(1 / 4)
 @given(seeds(), st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=4))
 def test_members_are_averaged_alone(seed, flags):
@@ -258,6 +260,7 @@ def assert_near(got, want):
         )
 
 
+@pytest.mark.promise("compiled")
 @pytest.mark.parametrize("decay", [0.9, warmed_up], ids=["number", "function"])
 def test_an_update_compiles_into_one_graph(decay):
     torch.compiler.reset()
@@ -287,6 +290,7 @@ def test_an_average_has_the_derivatives_of_its_rule():
         assert torch.func.jvp(last, at, tangents) == (3.0, want)
 
 
+@pytest.mark.promise("followed")
 def test_a_loss_that_plain_autograd_records_may_not_average():
     """It would take the average for a constant."""
     average = pa.ema(0.5)
@@ -331,6 +335,7 @@ def on_meta(count):
 DECAYS = {"number": 0.9, "function": warmed_up, "of the host": lambda n: 0.9}
 
 
+@pytest.mark.promise("launches")
 @pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS)
 @pytest.mark.parametrize("flag", [None, "cpu", "meta"])
 def test_nothing_waits_for_a_device(decay, flag):

@@ -23,7 +23,7 @@ from tests.draws import examples, generator
 from tests.optimizers import clones, normal, unread
 
 
-pytestmark = pytest.mark.bounds
+pytestmark = [pytest.mark.bounds, pytest.mark.promise("optimizers")]
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 SLACK = 1.001
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
@@ -204,6 +204,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.promise("compiled")
 @pytest.mark.parametrize(("kind", "given"), COMPILED, ids=str)
 def test_one_compiled_graph_is_the_kernel_up_to_rounding(kind, given):
     """For the first step and for others, for steps applied or not, without another graph."""
@@ -225,6 +226,7 @@ def test_one_compiled_graph_is_the_kernel_up_to_rounding(kind, given):
             assert torch.equal(kept, x)
 
 
+@pytest.mark.promise("ensembles")
 @pytest.mark.parametrize("kind", MAKE)
 def test_several_members_under_vmap_have_the_bits_of_each_alone(kind):
     """Learning rates, counts and flags of their own, in one vmap: the bits of one member alone."""
@@ -268,6 +270,7 @@ def test_the_parts_of_a_complex_number_are_parameters_of_their_own(kind, maximiz
         torch.testing.assert_close(parts, (pair, states), rtol=0, atol=0)
 
 
+@pytest.mark.promise("launches")
 def test_a_rate_that_nobody_may_read_takes_the_formula():
     """sgd's kernel would wait for a device: the bits are those under a transform."""
     x, grad = torch.randn(9), torch.randn(9)

@@ -25,7 +25,7 @@ from tests.draws import examples, generator, slices, take
 from tests.optimizers import leaves
 
 
-pytestmark = [pytest.mark.parity, pytest.mark.promise("optimizers")]
+pytestmark = [pytest.mark.parity, pytest.mark.given_up("lbfgs and sam")]
 SIZES = [3, 1, 4, 2, 3]  # five ragged microbatches
 ROWS = sum(SIZES)
 WIDE = {

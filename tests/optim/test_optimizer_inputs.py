@@ -29,10 +29,13 @@ from tests.optimizers import (
 )
 
 
-pytestmark = [pytest.mark.purity, pytest.mark.promise("applied")]
+pytestmark = [pytest.mark.purity, pytest.mark.promise("applied"), pytest.mark.promise("purity")]
 EVERY = pytest.mark.parametrize("kind", KINDS)
 # from_torch has to know whether a step is applied; the others need not.
 UNREAD = pytest.mark.parametrize("kind", [kind for kind in KINDS if "from_torch" not in kind])
+DONATE = pytest.mark.parametrize(
+    "donate", [False, pytest.param(True, marks=pytest.mark.given_up("donation elsewhere"))]
+)
 
 
 def is_donated(tensor):
@@ -55,6 +58,7 @@ FLAGS = st.sampled_from([None, True, False])
 STEPS = st.lists(st.tuples(FLAGS, st.booleans(), seeds()), min_size=1, max_size=5)
 
 
+@pytest.mark.given_up("donation elsewhere")
 @EVERY
 @examples(1 / 4)
 @given(STEPS)
@@ -84,6 +88,41 @@ def test_only_what_is_donated_is_gone(kind, steps):
 
 
 @EVERY
+@pytest.mark.parametrize("applied", [None, True, False])
+def test_no_argument_changes_and_any_old_state_goes_on(kind, applied):
+    opt, params, state = started(kind)
+    flag = None if applied is None else torch.tensor(applied)
+    for seed in (7, 8):
+        grads = make_params(seed)
+        with unchanged(params, state, grads, flag):
+            found = [opt.apply(grads, state, params, applied=flag) for _ in range(2)]
+        assert_trees_bitwise_equal(*found)
+        params, state = found[0]
+
+
+@pytest.mark.promise("donation")
+@EVERY
+@pytest.mark.parametrize("alias", [lambda x: x, torch.detach], ids=["same", "alias"])
+def test_tied_leaves_of_a_donated_training_state_are_stepped_once(kind, alias):
+    """One memory that is two leaves is not written to twice."""
+
+    def loss(params, batch):
+        return ((batch @ params["a"]) ** 2 + (batch @ params["b"])).mean()
+
+    found = []
+    for donate in (False, True):
+        step, one = pa.make_step(loss, make_optimizer(kind), donate=donate), torch.ones(2)
+        state = step.init({"a": one, "b": one})
+        state = state._replace(params={"a": one, "b": alias(one)})
+        for _ in range(2):
+            state, info = step(state, torch.tensor([[1.0, -2.0], [3.0, 0.5]]))
+            assert info.applied
+        found.append((state.params, state.opt_state))
+    assert_trees_bitwise_equal(*found)
+
+
+@pytest.mark.given_up("donation elsewhere")
+@EVERY
 def test_what_is_given_up_is_refused(kind):
     opt, params, state = started(kind)
     new, new_state = opt.apply(make_params(7), state, params, donate=True)
@@ -94,6 +133,7 @@ def test_what_is_given_up_is_refused(kind):
     opt.apply(make_params(8), new_state, new, donate=True)
 
 
+@pytest.mark.given_up("donation elsewhere")
 @EVERY
 def test_donation_changes_no_bit(kind):
     for steps, donate in itertools.product((0, 1, 2), (False, True)):
@@ -103,6 +143,7 @@ def test_donation_changes_no_bit(kind):
         assert_trees_bitwise_equal(got, want)
 
 
+@pytest.mark.given_up("donation elsewhere")
 @EVERY
 @pytest.mark.parametrize("alias", [lambda x: x, torch.detach], ids=["same", "alias"])
 def test_tied_leaves_are_stepped_once(kind, alias):
@@ -122,7 +163,7 @@ def test_tied_leaves_are_stepped_once(kind, alias):
 
 
 @EVERY
-@pytest.mark.parametrize("donate", [False, True])
+@DONATE
 def test_a_step_not_applied_leaves_every_bit(kind, donate):
     for steps, factor in itertools.product((0, 1, 2), (1.0, math.nan, math.inf)):
         opt, params, state = started(kind, steps)
@@ -135,7 +176,7 @@ def test_a_step_not_applied_leaves_every_bit(kind, donate):
 
 
 @UNREAD
-@pytest.mark.parametrize("donate", [False, True])
+@DONATE
 def test_a_flag_on_an_accelerator_is_not_waited_for(kind, donate):
     """It is never read, and the bits are those of one that is."""
     for steps, applied in itertools.product((0, 1, 2), (False, True)):
@@ -166,6 +207,7 @@ def test_optimizer_states_share_no_memory(kind):
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.given_up("donation elsewhere")
 @pytest.mark.parametrize("kind", ["sgd", "fused momentum", "fused adamw", "momentum", "from_torch"])
 @pytest.mark.parametrize("applied", [None, True, False])
 def test_an_optimizer_writes_into_donated_memory(kind, applied):
@@ -201,6 +243,7 @@ def test_a_state_of_inference_mode_is_like_any_other(kind):
         assert_trees_bitwise_equal(other, found[0])
 
 
+@pytest.mark.given_up("donation elsewhere")
 def test_the_gradients_are_given_up_only_where_a_map_changes_them():
     params = make_params()
     plain, clipped = pa.sgd(0.1), pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1))
@@ -235,6 +278,7 @@ def columns_of(name, switches, sizes, seed):
     ]
 
 
+@pytest.mark.mechanism
 @COMBINATIONS
 @examples(1 / 4)
 @example([5, 9, 0, 1, 8, 3], 2, 0)
@@ -265,6 +309,7 @@ def test_every_variant_of_a_kernel_leaves_the_gradients_and_gives_the_same_bits(
             assert_trees_bitwise_equal(new, stepped if flag else columns)
 
 
+@pytest.mark.mechanism
 def test_beside_a_donated_state_there_is_one_copy_of_a_group():
     """A kernel makes some numbers of its own, for one leaf or for all that it is given."""
     leaf = torch.ones(1024)
@@ -306,6 +351,7 @@ def mixed(count, device="cpu"):
     return [torch.ones(3, dtype=dtype, device=device) for dtype in MIXED * count]
 
 
+@pytest.mark.promise("launches")
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", [name for name in METHODS if "adam" not in name])
 def test_off_the_cpu_nothing_waits_and_nothing_given_is_written_to(name, rate):
@@ -326,6 +372,7 @@ def test_off_the_cpu_nothing_waits_and_nothing_given_is_written_to(name, rate):
     assert len(set(found)) == 1, "a copy to the device for every leaf"
 
 
+@pytest.mark.promise("launches")
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_all_leaves_of_a_dtype_share_is_cast_once(name, rate):

@@ -19,8 +19,14 @@ from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal,
 from tests.refusals import refused, saying
 
 
-pytestmark = pytest.mark.faults
-DONATE = pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+DONATE = pytest.mark.parametrize(
+    "donate",
+    [
+        pytest.param(False, id="kept"),
+        pytest.param(True, id="donated", marks=pytest.mark.given_up("donation elsewhere")),
+    ],
+)
 PARAMS = make_params()
 ADAMS = (pa.adam, pa.adamw)
 BELONGS = "Pass a state that init made from these params"
@@ -473,6 +479,20 @@ def test_an_error_in_the_middle_of_a_partition_loses_nothing(donate):
             opt.apply(grads, state, params, donate=donate)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_training_step_that_fails_in_the_middle_says_what_is_lost(donate):
+    """Of a state that was not donated, nothing is."""
+    opt = pa.partition({"a": pa.sgd(0.1, 0.9), "z": Fails()}, lambda path: "az"[path == "w"])
+    step = pa.make_step(lambda p, x: (p["w"] * p["b"] * x).mean(), opt, donate=donate)
+    state, batch = step.init({"w": torch.ones(2), "b": torch.ones(())}), torch.ones(3, 2)
+    with unchanged(() if donate else state, batch), pytest.raises(ArithmeticError):
+        step(state, batch)
+    if donate:
+        with saying(RuntimeError, "failed in the middle"):
+            step(state, batch)
+
+
+@pytest.mark.given_up("donation elsewhere")
 def test_every_error_says_what_came_and_what_was_expected():
     """A given-up state is refused wherever it comes from."""
     opt, params = pa.adam(0.1), make_params()

@@ -185,6 +185,7 @@ def test_a_bad_rate_is_a_step_not_applied_by_inductor():
             assert_trees_bitwise_equal(state.params, before.params)
 
 
+@pytest.mark.promise("ensembles")
 @given(st.lists(st.sampled_from([0.1, 0.2, *BAD]), min_size=1, max_size=5))
 def test_members_of_an_ensemble_have_rates_of_their_own(rates):
     """Under vmap a bad rate stops its own member alone."""
@@ -242,6 +243,7 @@ def test_a_schedule_is_asked_once_a_step(kind):
         assert len(calls) == n + 1
 
 
+@pytest.mark.promise("launches")
 @pytest.mark.parametrize("bad", BAD)
 def test_a_rate_on_a_device_is_not_waited_for(bad):
     step = pa.make_step(lambda p, x: (p * x).mean(), pa.adamw(lambda _: unread(torch.tensor(bad))))
@@ -251,6 +253,7 @@ def test_a_rate_on_a_device_is_not_waited_for(bad):
     assert_trees_bitwise_equal(new.params.as_subclass(Tensor), state.params)
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("kind", OURS)
 def test_a_number_costs_a_device_nothing(kind):
     """On the meta device: what is judged on the host makes no tensor there."""
@@ -265,6 +268,7 @@ def test_a_number_costs_a_device_nothing(kind):
     assert found == [True, False]
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
 def test_a_transform_moves_a_number_to_a_device_once(make):
     """For the judgement, and for the parameters of all dtypes."""
@@ -293,6 +297,7 @@ def test_an_optimizer_alone_computes_with_what_it_is_given():
         assert state.steps == 1
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "partition" not in kind])
 def test_a_rate_that_the_parameters_cannot_hold_is_refused(kind):
     params = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}
@@ -305,6 +310,7 @@ def test_a_rate_that_the_parameters_cannot_hold_is_refused(kind):
         KINDS[kind](70000.0).init(torch.ones(2, dtype=torch.float16))
 
 
+@pytest.mark.mechanism
 def test_each_label_of_a_partition_has_dtypes_of_its_own():
     params = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}
     for bias, fits in ((0.1, True), (1e308, False)):
@@ -312,6 +318,19 @@ def test_each_label_of_a_partition_has_dtypes_of_its_own():
         assert ready_of(opt, opt.init(params), params).sound is fits
 
 
+def test_a_rate_is_judged_by_the_dtypes_of_its_own_label():
+    params = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}
+    for bias, fits in ((0.1, True), (1e308, False)):
+        opt = pa.partition({"bias": pa.sgd(pa.constant(bias)), "rest": pa.sgd(1e300)}, by_name)
+        step = pa.make_step(lambda p, x: (p["w"].sum() + p["b"].sum()) * x.mean(), opt)
+        state = step.init(params)
+        new, info = step(state, BATCH)
+        assert info.applied == fits
+        if not fits:
+            assert_trees_bitwise_equal(new.params, params)
+
+
+@pytest.mark.promise("errors")
 def test_rates_larger_than_any_float_are_refused():
     with refused(ValueError, "lr is ", "finite and not negative"):
         pa.sgd(10**400)

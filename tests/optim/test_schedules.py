@@ -302,6 +302,7 @@ def test_a_schedule_goes_through_vmap(name):
     assert torch.equal(got, torch.stack([schedule(count) for count in COUNTS]))
 
 
+@pytest.mark.promise("compiled")
 @KINDS
 def test_a_schedule_compiles_into_one_graph(name):
     """The rate changes without a recompilation."""
@@ -371,6 +372,7 @@ def test_a_schedule_that_is_not_chosen_has_no_derivative():
         assert torch.func.grad(rate)(torch.tensor(1.0), torch.tensor(count)) == slope
 
 
+@pytest.mark.mechanism
 def test_a_rate_may_be_a_number_a_tensor_or_a_schedule():
     count, tensor = torch.tensor(3), torch.tensor(0.25, requires_grad=True)
     for lr in (0.25, pa.constant(0.25), lambda count: 0.25):
@@ -381,6 +383,7 @@ def test_a_rate_may_be_a_number_a_tensor_or_a_schedule():
     assert rate_at(lambda count: tensor, count) is tensor
 
 
+@pytest.mark.promise("launches")
 @pytest.mark.parametrize("peak", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
 def test_a_rate_lies_where_the_count_lies_and_nothing_waited_for_it(peak):
     count = torch.zeros((), dtype=torch.int64, device="meta")

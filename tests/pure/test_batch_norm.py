@@ -106,6 +106,7 @@ def test_a_thousand_deviations_from_zero_it_is_as_near_to_the_truth(shape, size)
     assert ours <= FACTOR**2 * full
 
 
+@pytest.mark.mechanism
 @dtypes
 @examples(1 / 2)
 @given(
@@ -143,6 +144,7 @@ def test_moments_merge_in_any_grouping(dtype, cut, seed, shift, shape):
     assert ((got.var * n - squares).abs() <= allowed).all()
 
 
+@pytest.mark.mechanism
 def test_sums_of_squares_would_be_far_off():
     """The control for the two above: a third of the variance is lost."""
     x = data(0, (), 1000.0, torch.float32)[1]["x"]
@@ -201,6 +203,7 @@ def stepping(params, buffers, size, policy="sequential", weight=None, **options)
     return pa.make_step(loss, pa.sgd(0.0), buffers=policy), fn
 
 
+@pytest.mark.promise("buffers")
 @pytest.mark.parametrize(("policy", "weight"), [("sequential", 0.0), ("freeze", None)])
 def test_statistics_stay_without_a_weight_or_frozen(policy, weight):
     """Where a step has no weight, and where buffers are frozen."""
@@ -215,6 +218,7 @@ def test_statistics_stay_without_a_weight_or_frozen(policy, weight):
 # Narrow boundaries, and other arguments --------------------------------------------------------
 
 
+@pytest.mark.promise("narrow")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @shapes
 def test_boundaries_may_be_narrow(dtype, shape):

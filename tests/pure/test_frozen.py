@@ -148,6 +148,7 @@ def test_a_teacher_may_be_frozen_as_a_whole():
         step.init(teacher.params)
 
 
+@pytest.mark.promise("ensembles")
 def test_members_that_are_frozen_apart_are_not_taken_for_one_another():
     members = [pa.functional(lora()) for _ in range(3)]
     apply = members[0].apply
@@ -165,6 +166,7 @@ def test_members_that_are_frozen_apart_are_not_taken_for_one_another():
         torch.testing.assert_close(shared[i], apply(fn.params, (), X)[0])
 
 
+@pytest.mark.promise("ensembles")
 def test_an_ensemble_may_be_frozen_apart():
     """Their frozen parts ride along as samples do not: by an argument of the loss."""
     members = [pa.functional(lora()) for _ in range(2)]
@@ -254,6 +256,7 @@ def test_a_module_that_was_changed_since_is_noticed(change, where):
         fn.apply(fn.params, (), X)
 
 
+@pytest.mark.promise("followed")
 def test_hooks_on_parameters_are_refused():
     """Nobody would call them: a masked gradient would not be masked."""
     net = lora()

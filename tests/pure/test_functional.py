@@ -19,7 +19,7 @@ from pureaccum._step.buffers import (
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.promise("functional")]
 
 
 class Counting(nn.Module):
@@ -161,6 +161,7 @@ def test_gradients_are_the_module_s(name):
     assert_trees_bitwise_equal(new_buffers, own(other)[1])
 
 
+@pytest.mark.mechanism
 @every_module
 def test_sequentially_is_a_loop_of_calls(name):
     fn, other = make(name)
@@ -172,6 +173,7 @@ def test_sequentially_is_a_loop_of_calls(name):
     assert_trees_bitwise_equal(buffers, own(other)[1])
 
 
+@pytest.mark.mechanism
 @every_module
 def test_sequentially_a_microbatch_that_does_not_count_leaves_no_trace(name):
     """It may be NaN."""
@@ -185,6 +187,7 @@ def test_sequentially_a_microbatch_that_does_not_count_leaves_no_trace(name):
     assert_trees_bitwise_equal(buffers, own(other)[1])
 
 
+@pytest.mark.mechanism
 @every_module
 def test_frozen_buffers_stay(name):
     fn, _ = make(name)
@@ -193,6 +196,7 @@ def test_frozen_buffers_stay(name):
     assert_trees_bitwise_equal(buffers, before)
 
 
+@pytest.mark.mechanism
 def test_layers_that_are_not_batch_norm_go_sequentially_when_pooled():
     fn, other = make("instance norm")
     parts = rows(9).split(3)
@@ -202,6 +206,7 @@ def test_layers_that_are_not_batch_norm_go_sequentially_when_pooled():
     assert_trees_bitwise_equal(buffers, own(other)[1])
 
 
+@pytest.mark.mechanism
 def test_a_layer_that_is_not_training_is_not_changed_when_pooled():
     fn = functional(nn.BatchNorm1d(3).eval())
     buffers = {**fn.buffers, "running_var": torch.full((3,), torch.inf)}
@@ -240,6 +245,7 @@ def test_a_module_may_have_keywords_and_several_outputs():
     assert new_buffers == ()
 
 
+@pytest.mark.mechanism
 @policies
 @pytest.mark.parametrize("name", ["1d", "2d", "reassigned", "tied"])
 def test_vmap_over_models_is_a_loop_over_them(name, policy):
@@ -280,6 +286,7 @@ def test_a_linear_layer_has_its_tangent():
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
+@pytest.mark.mechanism
 @pytest.mark.slow
 @policies
 @pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo cannot compare structures before")

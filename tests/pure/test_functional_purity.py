@@ -93,6 +93,7 @@ def test_a_call_with_its_own_tensors_changes_nothing(name):
         fn.apply(fn.params, fn.buffers, x)
 
 
+@pytest.mark.mechanism
 @policies
 @every_module
 def test_microbatches_change_nothing(name, policy):
@@ -138,6 +139,7 @@ def test_params_and_buffers_are_views_of_the_module_s_that_record_nothing():
         assert not view.requires_grad
 
 
+@pytest.mark.mechanism
 def test_statistics_are_watched_inside_and_no_longer():
     """Inside they are kept, not written; also after an error torch's batch norm is its own."""
     mean, var, x = torch.zeros(3), torch.ones(3), batch()
@@ -153,6 +155,7 @@ def test_statistics_are_watched_inside_and_no_longer():
     assert len(seen) == 2
 
 
+@pytest.mark.mechanism
 def test_batch_norm_that_keeps_nothing_is_let_through():
     mean, var, x = torch.zeros(3), torch.ones(3), batch()
     with watching("pooled") as seen:
@@ -162,6 +165,7 @@ def test_batch_norm_that_keeps_nothing_is_let_through():
     assert torch.equal(outs[1], F.batch_norm(x, None, None, training=True))
 
 
+@pytest.mark.mechanism
 def test_what_was_collected_outlives_a_recomputation():
     """A checkpoint runs a module again in the backward pass, and it writes to the same tensors."""
     fn = functional(nn.BatchNorm1d(3))
@@ -173,6 +177,7 @@ def test_what_was_collected_outlives_a_recomputation():
             buffer.add_(1)
 
 
+@pytest.mark.mechanism
 def test_no_two_tensors_of_a_state_share_memory():
     fn = functional(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double())
     carried = begin_buffers("pooled", fn.buffers)

@@ -11,7 +11,7 @@ from pureaccum._step.buffers import begin_buffers, check_policy, collect_buffers
 from tests.refusals import refused
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
 
 
 class Net(nn.Module):
@@ -181,6 +181,7 @@ def test_a_parameter_that_a_module_does_not_have_is_refused():
 # Buffers on their way through microbatches ----------------------------------------------
 
 
+@pytest.mark.mechanism
 def test_a_policy_is_one_of_three():
     for policy in (None, "freeze", "sequential", "pooled"):
         check_policy(policy)
@@ -189,6 +190,7 @@ def test_a_policy_is_one_of_three():
             check_policy(policy)
 
 
+@pytest.mark.mechanism
 def test_buffers_are_tensors():
     with refused(TypeError, "buffers['n'] is a float", "expected a tensor"):
         begin_buffers("sequential", {"n": 1.0})
@@ -205,6 +207,7 @@ RETURNED = {
 }
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("policy", ["freeze", "sequential", "pooled"])
 @pytest.mark.parametrize(("change", "error", "words"), RETURNED.values(), ids=RETURNED)
 def test_new_buffers_that_are_not_like_buffers_are_refused(policy, change, error, words):
@@ -232,6 +235,7 @@ def pooled(module, change=dict, calls=1):
     return collect_buffers("pooled", seen, change(new_buffers), fn.buffers)
 
 
+@pytest.mark.mechanism
 def test_a_layer_that_is_called_twice_is_not_pooled():
     module = Often()
     words = ("new_buffers['norm.running_mean']", "2 calls of batch norm", "buffers='sequential'")
@@ -246,6 +250,7 @@ STRAY = {
 }
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("how", STRAY.values(), ids=STRAY)
 def test_statistics_that_are_not_returned_are_not_pooled(how):
     module = Net()
@@ -255,6 +260,7 @@ def test_statistics_that_are_not_returned_are_not_pooled(how):
         pooled(module, **how)
 
 
+@pytest.mark.mechanism
 def test_statistics_under_another_name_are_not_pooled():
     buffers = {"mean": torch.zeros(2), "var": torch.ones(2)}
     with watching("pooled") as seen:

@@ -570,6 +570,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.mechanism
 @pytest.mark.slow
 def test_threads_note_generators_while_garbage_is_collected():
     """torch makes a tensor of a state while it has a lock, for which a thread waits with the GIL.
@@ -577,3 +578,35 @@ def test_threads_note_generators_while_garbage_is_collected():
     In a process of its own: one that stands still cannot be left.
     """
     subprocess.run([sys.executable, "-c", COLLECTED], check=True, timeout=300)
+
+
+RUN_AGAIN = """
+import gc, os, threading, time
+import torch
+import pureaccum as pa
+
+def work():
+    x = torch.ones(2, requires_grad=True)
+    again = pa.remat(lambda x: torch.dropout(x, 0.5, True))
+    for _ in range(400):
+        again(x).sum().backward()
+        [[] for _ in range(3)]
+
+gc.set_threshold(1, 1000, 1000)
+gc.callbacks.append(lambda *_: time.sleep(0))
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_threads_draw_again_while_garbage_is_collected():
+    """A thread that waits for a generator, whose owner waits for the GIL, would wait for ever.
+
+    In a process of its own: one that stands still cannot be left.
+    """
+    subprocess.run([sys.executable, "-c", RUN_AGAIN], check=True, timeout=300)

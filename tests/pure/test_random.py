@@ -66,6 +66,7 @@ def reference(words, count):
 # The cipher and its layout ---------------------------------------------------------------
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize(
     ("words", "counter", "expected"),
     [  # Random123's kat_vectors
@@ -79,6 +80,20 @@ def test_the_cipher_gives_the_known_answers(words, counter, expected):
     assert block(words, counter) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "counter", "expected"),
+    [  # two of Random123's kat_vectors: those whose counters fold_in may have
+        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+    ],
+)
+def test_folded_keys_are_the_known_answers(words, counter, expected):
+    assert threefry(words, counter) == expected
+    made = fold_in(torch.tensor(words), counter[0] << 32 | counter[1])
+    assert tuple(made.tolist()) == expected
+
+
+@pytest.mark.mechanism
 @given(words=pairs, counter=pairs)
 def test_blocks_are_those_of_another_program(words, counter):
     assert block(words, counter) == threefry(words, counter)
@@ -163,6 +178,22 @@ def test_a_shape_only_arranges_the_numbers(seed, shape, dtype):
         assert_trees_bitwise_equal(draw(key(seed), shape, dtype), flat.reshape(shape))
 
 
+@pytest.mark.parametrize(("rows", "count"), [(1, 2**20 + 1), (3, 2**19 + 1), (2**10 + 1, 2**10)])
+def test_numbers_of_a_large_draw_are_those_of_small_ones(rows, count):
+    """However they are made in pieces: at both ends, in the middle, and at powers of two."""
+    keys = fold_in(key(7), torch.arange(rows))
+    drawn, wide = uniform(keys, (count,)), uniform(keys, (count,), torch.float64)
+    for row in {0, rows // 2, rows - 1}:
+        words = keys[row].tolist()
+        for power in range(count.bit_length()):
+            for i in {2**power - 1, min(2**power, count - 1), count - 2**power}:
+                pair = threefry(words, (2**31, i // 2))
+                assert drawn[row, i] == (pair[i % 2] >> 8) / 2**24
+                a, b = threefry(words, (2**31, i))
+                assert wide[row, i] == ((a << 21) + (b >> 11)) / 2**53
+
+
+@pytest.mark.mechanism
 @examples(1 / 2)
 @given(seed=seeds, rows=st.integers(0, 5), count=st.integers(0, 40), piece=st.integers(1, 9))
 def test_numbers_do_not_show_the_pieces_that_they_were_drawn_in(seed, rows, count, piece):
@@ -217,6 +248,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.promise("compiled")
 @pytest.mark.slow
 @pytest.mark.parametrize(("draw", "x", "backend"), COMPILED.values(), ids=COMPILED)
 def test_draws_compile_into_one_graph(draw, x, backend):
@@ -225,6 +257,7 @@ def test_draws_compile_into_one_graph(draw, x, backend):
     assert_trees_bitwise_equal(compiled(k, x), draw(k, x))
 
 
+@pytest.mark.promise("compiled")
 @pytest.mark.slow
 def test_one_graph_for_sizes_and_steps_that_change():
     torch.compiler.reset()
@@ -253,6 +286,7 @@ def test_cuda_has_the_bits_of_the_cpu(name):
         assert_trees_bitwise_equal(draw(rows).cpu(), draw(keys))
 
 
+@pytest.mark.promise("launches")
 @pytest.mark.cuda
 def test_the_host_never_waits_for_a_draw():
     x = torch.ones(4, 3, device="cuda", requires_grad=True)
@@ -267,6 +301,7 @@ def test_the_host_never_waits_for_a_draw():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.promise("purity")
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_touches_no_generator_and_no_key(name):
     k = key(11)
@@ -344,6 +379,7 @@ def test_derivatives_of_dropout_are_the_mask():
 K, X = key(0), torch.ones(4, 3)
 
 
+@pytest.mark.promise("errors")
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [

@@ -145,6 +145,7 @@ def test_no_two_keys_coincide():
     assert len(keys.unique(dim=0)) == 3 * N
 
 
+@pytest.mark.mechanism
 def test_one_flipped_bit_flips_half_of_the_block():
     """Each of 128 bits of key and counter flips each of the block's 64 in half of the cases."""
     n = 4096

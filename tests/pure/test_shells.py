@@ -15,7 +15,7 @@ from tests.pure.networks import squares
 from tests.refusals import saying
 
 
-pytestmark = pytest.mark.purity
+pytestmark = [pytest.mark.purity, pytest.mark.promise("functional")]
 X = torch.arange(6.0).view(3, 2)
 
 
@@ -84,6 +84,7 @@ class Again(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
+@pytest.mark.promise("second run")
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_recomputation_sees_the_tensors_of_its_own_call(calls):
     """Under plain .backward(), when other calls have come in between."""
@@ -101,6 +102,7 @@ def test_a_recomputation_sees_the_tensors_of_its_own_call(calls):
         assert_trees_bitwise_equal(got, want)
 
 
+@pytest.mark.promise("second run")
 @pytest.mark.parametrize("leads_back", [False, True])
 def test_a_recomputation_writes_to_no_buffer_that_was_returned(leads_back):
     """Neither under plain .backward() nor in the engine."""
@@ -187,6 +189,7 @@ def test_a_module_that_leads_back_to_itself_sees_what_it_is_given(way):
     HELD.clear()
 
 
+@pytest.mark.promise("second run")
 @pytest.mark.parametrize("way", ["bound method", "closure"])
 def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way):
     """It would see the module's own tensors; the engine puts back those that were given."""
@@ -220,6 +223,7 @@ def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way):
     assert torch.equal(fn.apply(own, (), X)[0].square().mean(), value)
 
 
+@pytest.mark.mechanism
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_module_that_holds_a_functional_of_itself_is_called_in_a_shell(size):
     """That calls its module in shells, too: it does not lead back to the module's own tensors."""

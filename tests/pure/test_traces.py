@@ -333,6 +333,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.promise("followed")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_trace_would_lose_is_refused(name):
     func, words = REFUSED[name]
@@ -363,6 +364,7 @@ def test_memory_is_flat_over_calls_that_differ():
     assert len(linecache.cache) <= lines + 1
 
 
+@pytest.mark.promise("threads")
 def test_threads_whose_contexts_differ_each_get_their_own():
     net = Net(branch(lambda self, x: getattr(LOCAL, "on", False)))
     cut, plain = pa.functional(net, microbatch_size=3), pa.functional(net)

@@ -457,6 +457,7 @@ def test_second_derivatives_are_right_in_all_orders():
     assert apart(torch.func.grad(slope)(params), want) <= PROMISED
 
 
+@pytest.mark.promise("ensembles")
 def test_an_ensemble_under_vmap_is_its_members():
     """Members on one batch, and each on its own, with running statistics each of its own."""
     members = [resnets.Shared().double() for _ in range(3)]
@@ -497,6 +498,7 @@ def test_gradients_of_the_inputs_are_the_full_batch_s():
     assert apart({"x": x.grad}, {"x": y.grad}) <= PROMISED
 
 
+@pytest.mark.promise("compiled")
 def test_inside_a_compiled_function_it_is_one_graph():
     """Where the compiler decides what to keep."""
     fn = pa.functional(SMALL, microbatch_size=3)
@@ -542,6 +544,7 @@ def test_what_is_kept_is_the_input_of_each_batch_norm():
 # Random numbers and dtypes --------------------------------------------------------------------
 
 
+@pytest.mark.promise("second run")
 def test_dropout_draws_the_same_again():
     """The gradient is that of the masks of the forward pass: a sum over samples, by differences."""
     module = nn.Sequential(
@@ -562,6 +565,7 @@ def test_dropout_draws_the_same_again():
     torch.testing.assert_close(slope, (at(1e-4) - at(-1e-4)) / 2e-4, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.promise("narrow")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_dtypes_give_narrow_gradients(dtype):
     """A fault would be of the size of the gradient; half of the digits are left to rounding."""

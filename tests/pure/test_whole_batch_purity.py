@@ -48,6 +48,7 @@ def test_new_buffers_share_no_memory_with_those_that_were_given():
             assert x.data_ptr() != fn.buffers[name].data_ptr()
 
 
+@pytest.mark.promise("threads")
 def test_threads_get_the_gradients_of_their_own_parameters():
     """All of them begin with a module that nobody has traced yet."""
     fn = pa.functional(resnets.Shared(), microbatch_size=4)
@@ -57,6 +58,7 @@ def test_threads_get_the_gradients_of_their_own_parameters():
     assert_trees_bitwise_equal(found, [gradient(fn, params) for params in several])
 
 
+@pytest.mark.promise("threads")
 def test_threads_that_trace_at_once_leave_torch_as_it_was():
     """Each of them in a mode of its own thread."""
     before = nn.Module.__call__, nn.Module.__getattr__
@@ -73,6 +75,7 @@ def test_threads_that_trace_at_once_leave_torch_as_it_was():
     assert_trees_bitwise_equal(found, [run(module) for module in modules])
 
 
+@pytest.mark.promise("threads")
 def test_other_threads_call_modules_while_one_is_traced():
     """The one that is traced among them, and its parts."""
     module = resnets.resnet10(2)

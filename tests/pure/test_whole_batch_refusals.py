@@ -15,7 +15,7 @@ from tests.pure.networks import Of, squares
 from tests.refusals import refused, saying
 
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
 X = torch.arange(12.0).reshape(4, 3).sin()
 
 
@@ -52,6 +52,7 @@ def refuses(module, *words, error=ValueError):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.promise("coupled")
 def test_nothing_that_an_attribute_holds_is_copied():
     """Nor where an attribute leads back to the module, or a closure to a layer in it."""
     layer = nn.Linear(3, 3)
@@ -69,6 +70,7 @@ def pa_leaves(tree):
     return [x for part in tree for x in (part.values() if isinstance(part, dict) else [part])]
 
 
+@pytest.mark.promise("followed")
 def test_a_tensor_of_the_module_that_a_closure_holds_is_refused():
     layer = nn.Linear(3, 3)
     weight = layer.weight
@@ -100,6 +102,7 @@ ROWS = {
 }
 
 
+@pytest.mark.promise("followed")
 @pytest.mark.parametrize("condition", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("swallowing", [False, True])
 def test_a_condition_on_how_many_rows_there_are_is_refused(condition, swallowing):
@@ -116,6 +119,7 @@ def test_a_condition_on_how_many_rows_there_are_is_refused(condition, swallowing
     refuses(of(func), "module (Of) cannot be cut", "must not depend on how many samples it gets")
 
 
+@pytest.mark.promise("followed")
 def test_what_is_done_row_by_row_is_refused_where_microbatches_differ():
     module = of(lambda self, x: torch.stack([x[i] * 2 for i in range(x.shape[0])]))
     with refused(RuntimeError, "module (Of) computes for 1 samples", "depends on how many samples"):
@@ -132,6 +136,7 @@ def gate(x):
     return x + 1 if x.sum() > 0 else x
 
 
+@pytest.mark.promise("coupled")
 def test_a_branch_in_a_wrapped_function_is_taken():
     module = of(lambda self, x: gate(x))
     grads, _, buffers = calls(module)
@@ -153,6 +158,7 @@ class Cube(torch.autograd.Function):
         return grad * 3 * ctx.saved_tensors[0] ** 2
 
 
+@pytest.mark.promise("coupled")
 def test_a_function_is_computed_where_nothing_is_recorded_around_it_either():
     module = of(lambda self, x: Cube.apply(x))
     fn = pa.functional(module, microbatch_size=3)
@@ -163,6 +169,7 @@ def test_a_function_is_computed_where_nothing_is_recorded_around_it_either():
     assert not out.requires_grad
 
 
+@pytest.mark.promise("coupled")
 def test_modes_and_transforms_around_are_none_of_its_business():
     """What forward makes of numbers is traced once, and is no part of the first call's."""
     module = of(lambda self, x: x * torch.arange(3.0) + torch.zeros(3))
@@ -193,6 +200,7 @@ def appends(self, x):
     return x
 
 
+@pytest.mark.promise("followed")
 @pytest.mark.parametrize(
     ("func", "calls"), [(assigns, 0), (counts, 0), (appends, [])], ids=["new", "old", "list"]
 )
@@ -204,6 +212,7 @@ def test_attributes_that_forward_assigns_are_refused(func, calls):
     assert module.calls in (0, [])
 
 
+@pytest.mark.promise("followed")
 def test_a_set_that_is_copied_in_another_order_is_no_assignment():
     seen = {*range(2000)}
     seen -= {*range(2000)} - {1, 8}
@@ -215,6 +224,7 @@ def test_a_set_that_is_copied_in_another_order_is_no_assignment():
     assert seen == {1, 8}
 
 
+@pytest.mark.promise("second run")
 def test_python_s_random_numbers_are_drawn_once_for_the_batch():
     module = of(lambda self, x: x * random.random() if random.random() < 0.5 else x)
     for seed in range(8):
@@ -225,6 +235,7 @@ def test_python_s_random_numbers_are_drawn_once_for_the_batch():
         torch.testing.assert_close(*found)
 
 
+@pytest.mark.promise("threads")
 def test_another_thread_s_random_numbers_are_not_its_own():
     """They are drawn all the time, and the generators are nobody's to put back."""
     done = threading.Event()
@@ -247,6 +258,7 @@ def test_another_thread_s_random_numbers_are_not_its_own():
     assert len({*drawn}) == len(drawn)
 
 
+@pytest.mark.promise("followed")
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 @pytest.mark.parametrize("at", ["", "1", "2"], ids=["module", "norm", "inner"])
 def test_hooks_on_what_is_taken_apart_are_refused(kind, at):
@@ -256,6 +268,20 @@ def test_hooks_on_what_is_taken_apart_are_refused(kind, at):
     refuses(module, f"{'module.' + at if at else 'module'} (", f"has {name}s, which would not run")
 
 
+@pytest.mark.promise("coupled")
+def test_what_hooks_on_other_layers_change_is_in_the_result():
+    module, seen = norm(nn.Tanh()), []
+    module[0].register_forward_pre_hook(lambda layer, args: (args[0] * 2,))
+    module[0].register_forward_hook(lambda layer, args, out: out.sin())
+    module[0].register_forward_hook(lambda layer, args, out: seen.append(len(out)))
+    got = calls(module)
+    assert seen
+    assert max(seen) <= 3  # samples of a microbatch
+    for mine, its in zip(pa_leaves(got), pa_leaves(calls(module, size=None)), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+@pytest.mark.mechanism
 def test_hooks_on_other_layers_run():
     module, seen = norm(), []
     module[0].register_forward_hook(lambda layer, args, out: seen.append(out.shape[0]))
@@ -266,6 +292,7 @@ def test_hooks_on_other_layers_run():
     assert sorted(seen[:-4]) == [1, 1, 3, 3, 3]
 
 
+@pytest.mark.promise("followed")
 def test_hooks_that_come_later_are_found():
     module = norm(nn.Sequential(nn.ReLU()))
     fn = pa.functional(module, microbatch_size=3)
@@ -301,6 +328,7 @@ def test_a_lazy_module_is_not_cut(affine):
         pa.functional(norm(lazy), microbatch_size=3)
 
 
+@pytest.mark.promise("coupled")
 def test_a_branch_is_no_hindrance_where_no_batch_norm_looks_at_the_batch():
     """Nobody looks into such a module."""
     module = norm(Gate()).eval()
@@ -312,10 +340,15 @@ def test_options_of_a_module_that_make_no_sense_are_refused():
     for size in (0, 2.0, "few", [3, 0]):
         with refused((TypeError, ValueError), "microbatch_size"):
             pa.functional(module, microbatch_size=size)
-    with refused(ValueError, "keep is 'disk'; expected 'device' or 'host'"):
-        pa.functional(module, microbatch_size=3, keep="disk")
     with refused(ValueError, "microbatch_size=[3, 3] adds up to 6 samples", "has 4"):
         calls(module, size=[3, 3])
+
+
+@pytest.mark.given_up("host rows")
+def test_a_place_for_rows_that_makes_no_sense_is_refused():
+    module = norm()
+    with refused(ValueError, "keep is 'disk'; expected 'device' or 'host'"):
+        pa.functional(module, microbatch_size=3, keep="disk")
 
 
 # What is refused by name ----------------------------------------------------------------------
@@ -418,6 +451,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.promise("followed")
 @pytest.mark.parametrize(("make", "words"), [(m, w) for m, *w in REFUSED.values()], ids=REFUSED)
 def test_what_cannot_be_cut_is_refused_by_name(make, words):
     refuses(make(), *words)
@@ -426,6 +460,7 @@ def test_what_cannot_be_cut_is_refused_by_name(make, words):
 # A cut around a cut ---------------------------------------------------------------------------
 
 
+@pytest.mark.promise("refused")
 def test_a_cut_around_a_cut_is_refused():
     """It would be the gradient of parts that are each normalised by themselves."""
     module = norm()
@@ -457,6 +492,7 @@ def test_a_cut_around_a_cut_is_refused():
 # What is written to --------------------------------------------------------------------------
 
 
+@pytest.mark.promise("followed")
 def test_other_buffers_that_change_are_refused():
     module = of(lambda self, x: (setattr(self, "n", self.n + 1), x)[1], n=nn.Buffer(X[0] * 1))
     refuses(module, "buffers['n'] is written to in forward", error=RuntimeError)
@@ -482,6 +518,7 @@ def doubled(x):
     return x.mul_(2)
 
 
+@pytest.mark.promise("coupled")
 @pytest.mark.parametrize("func", [names, lambda self, x: doubled(x) + x])
 def test_a_write_that_can_be_followed_is_right(func):
     module = of(func)
