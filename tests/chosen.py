@@ -11,7 +11,7 @@ import pytest
 
 
 KINDS = ("promise", "given_up", "mechanism")
-CASES = 4  # of each test, under dev; of one that is marked ``table`` all
+CASES = 4  # of each test, under dev; of one marked ``table`` enough for each entry
 ADDED_BY = {"dev": ("ci", "thorough"), "ci": ("thorough",)}
 ADDS = {
     "ci": "slow tests, more cases and more examples (every change has to pass them)",
@@ -33,8 +33,9 @@ def choose(config, profile, items):
     runs = {id(item): _first_profile(item) for item in items}
     for cases in _by_function(tests).values():
         quick = [case for case in cases if runs[id(case)] == "dev"]
-        if len(quick) > CASES and not quick[0].get_closest_marker("table"):
-            few = {id(case) for case in unlike(quick, CASES)}
+        if len(quick) > CASES:
+            table = quick[0].get_closest_marker("table") is not None
+            few = {id(case) for case in unlike(quick, CASES, every_entry=table)}
             runs |= {id(case): "ci" for case in quick if id(case) not in few}
     named = tuple(arg.partition("::")[2] for arg in config.args if "[" in arg)
     later = [item for item in items if runs[id(item)] in ADDED_BY.get(profile, ())]
@@ -62,15 +63,24 @@ def _by_function(items):
     return groups
 
 
-def unlike(cases, most):
-    """So many cases, each with as many entries of tables as possible that none before it has."""
+def unlike(cases, fewest, every_entry):
+    """So many cases, each with as many entries of tables as possible that none before it has.
+
+    With ``every_entry``, more of them until there is no other entry.
+    """
     cases, met, chosen = list(cases), set(), []
-    while len(chosen) < most:
-        best = max(cases, key=lambda case: len(set(case.callspec.indices.items()) - met))
-        met |= set(best.callspec.indices.items())
+    while cases:
+        best = max(cases, key=lambda case: len(_entries(case) - met))
+        if len(chosen) >= fewest and not (every_entry and _entries(best) - met):
+            break
+        met |= _entries(best)
         cases.remove(best)
         chosen.append(best)
     return chosen
+
+
+def _entries(case):
+    return set(case.callspec.indices.items())
 
 
 def summary(profile, left_out):

@@ -32,6 +32,7 @@ def stepped(optimizer):
     return step(step.init(W), X)[0].params
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_functions_of_the_user_agree_by_name_and_by_what_they_bind(rank, world):
     def rate(count):  # made anew on each rank

@@ -18,7 +18,12 @@ from tests.refusals import refused, saying
 from tests.states import batch_of, first_state, full_step
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("disk"), pytest.mark.promise("errors")]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.promise("disk"),
+    pytest.mark.promise("errors"),
+    pytest.mark.table,
+]
 np = pytest.importorskip("numpy")
 OLD = {"w": torch.arange(3.0)}
 

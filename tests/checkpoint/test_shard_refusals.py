@@ -23,6 +23,7 @@ from tests.refusals import saying
 
 
 pytestmark = [
+    pytest.mark.table,
     pytest.mark.faults,
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
     pytest.mark.promise("disk"),

@@ -25,7 +25,7 @@ from tests.runs import RUNS
 from tests.tables import each_once
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 X = make_batch()["x"]
 UNCUT = {
     "fewer rows": (

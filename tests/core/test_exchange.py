@@ -378,6 +378,7 @@ def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank, world):
                 assert_trees_bitwise_equal(call(batch), want)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_kind_of_batch_that_is_new_to_one_rank_alone_changes_nothing(rank, world):
     """Nor does it keep the other one waiting, which has no samples."""

@@ -16,7 +16,7 @@ from tests.runs import RUNS, runs
 from tests.tables import each_once
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 
 
 def rows(params, batch):

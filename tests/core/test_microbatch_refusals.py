@@ -10,7 +10,7 @@ import pureaccum as pa
 from tests.refusals import Loss, refused, saying
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 W, X = torch.tensor([1.0, -2.0]), torch.arange(8.0).reshape(4, 2)
 
 

@@ -12,7 +12,7 @@ from tests.runs import RUNS, runs
 from tests.tables import each_once
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 MAKERS = {
     "grad": pa.grad,
     "grad_and_value": pa.grad_and_value,

@@ -13,7 +13,7 @@ from pureaccum.testing import check_accumulation
 from tests.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 W = PARAMS["w"]
 NOT_DIFFERENTIABLE = {
     "int": (W.int(), (" is torch.int32", "floating-point or complex", "another argument")),

@@ -12,7 +12,7 @@ from tests.problems import drawing, leaf
 from tests.refusals import refused, saying
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("second run")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("second run"), pytest.mark.table]
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=generator(1))
 x = X[0]
 

@@ -17,7 +17,12 @@ from tests.problems import function
 from tests.refusals import PARAMS, make_batch, refused, saying, squares
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.promise("curvature")]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.promise("errors"),
+    pytest.mark.promise("curvature"),
+    pytest.mark.table,
+]
 BATCH, V = make_batch(4), {"b": torch.tensor(2.0), "w": torch.tensor([1.0, 0.5])}
 
 

@@ -137,6 +137,7 @@ def outcomes():
     return cases_on_ranks(2, CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -102,6 +102,7 @@ def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
     assert all(bool((x == i).all()) for i, x in enumerate(kept))
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @in_step()
 @given(seed=st.integers(0, 99), order=st.permutations(range(12)), keep=st.integers(1, 12))
@@ -175,6 +176,7 @@ def test_what_has_travelled_is_not_held_twice(rank, world):
     assert freed == [0, 0, 0, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("one buffer")
 @on_ranks(2)
 def test_a_step_of_ranks_holds_its_sums_once(rank, world):

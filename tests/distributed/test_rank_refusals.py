@@ -19,7 +19,7 @@ from tests.dropped import is_dropped
 from tests.ranks import End, on_ranks, run_on_ranks
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("ranks")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("ranks"), pytest.mark.table]
 
 
 def loss(w, x):

@@ -344,6 +344,7 @@ def test_a_compiled_step_of_all_ranks_is_that_of_one(rank, world, data, size, do
     assert_trees_bitwise_equal(step.apply(state, window)[0], want)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("sizes")
 @pytest.mark.promise("ranks")
 @on_ranks(2)

@@ -13,7 +13,7 @@ from tests.optimizers import leaves
 from tests.refusals import PARAMS, Loss, make_batch, refused, squares
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.given_up("lbfgs and sam")]
+pytestmark = [pytest.mark.faults, pytest.mark.given_up("lbfgs and sam"), pytest.mark.table]
 BATCH = make_batch(6)
 fn = pa.grad_and_value(squares, microbatch_size=4, engine="auto")
 MINIMIZERS = {"lbfgs": pa.lbfgs(max_iter=2), "sam": pa.sam(pa.sgd(0.1))}
@@ -235,6 +235,7 @@ def test_a_rate_that_is_not_finite_is_not_applied_and_one_of_zero_stays():
 # Where there is nothing to look at ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lbfgs_says_so_under_forward_ad_and_in_graphs():
     opt = MINIMIZERS["lbfgs"]
     state, words = opt.init(PARAMS), ("lbfgs cannot run under", "the host reads", "adamw or sam")
@@ -284,6 +285,7 @@ def behind(func):
     return walled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wall", WALLS)
 @pytest.mark.parametrize("lr", [1.0, 100.0])
 def test_a_search_stays_where_the_function_is_finite(wall, lr):

@@ -260,6 +260,7 @@ def assert_near(got, want):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.promise("compiled")
 @pytest.mark.parametrize("decay", [0.9, warmed_up], ids=["number", "function"])
 def test_an_update_compiles_into_one_graph(decay):

@@ -204,6 +204,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.promise("compiled")
 @pytest.mark.parametrize(("kind", "given"), COMPILED, ids=str)
 def test_one_compiled_graph_is_the_kernel_up_to_rounding(kind, given):

@@ -236,6 +236,7 @@ def test_all_ends_of_a_call_are_those_of_the_class():
         assert (state.iterations, state.evaluations, state.applied) == (0, 2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_eval", [1, 2, 3])
 def test_searches_without_enough_evaluations_end_where_those_of_the_class_do(max_eval):
     """At the lower one of two points, or at none that is lower: then nothing has moved."""
@@ -286,6 +287,7 @@ def test_a_search_is_that_of_the_class_on_any_numbers(seed, most, t):
 # Microbatches ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_five_ragged_microbatches_have_the_bits_of_a_loop_in_the_closure():
     """A sum over samples, in the order of the samples."""
     batch, params = rows(3), make_network(4)

@@ -19,7 +19,7 @@ from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal,
 from tests.refusals import refused, saying
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 DONATE = pytest.mark.parametrize(
     "donate",
     [

@@ -12,7 +12,7 @@ from pureaccum._optim.schedules import check_rate, rate_at
 from tests.refusals import refused, saying
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 COUNT = torch.tensor(3)
 A = pa.constant(0.1)
 PARAMS = {"b": torch.ones(1, dtype=torch.bfloat16), "n": torch.tensor(3), "w": torch.ones(2)}

@@ -79,6 +79,7 @@ def ported(rank: int, path: str = "", stop: int = STEPS) -> dict[str, Tensor]:
 ORIGINAL, PORTED = [original], [ported]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_it_is_the_original_on_uneven_ranks(rank: int, world: int) -> None:
     assert near(ported(rank), original(rank)) <= 2.0**-26.5

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.promise("pages")]
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "examples" / "guide").glob("*.md"))]
+SLOW = ("training", "coupled")
 FENCE = re.compile(r"^```(\w*)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"\s*^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -41,6 +42,10 @@ def blocks(page):
             yield Block(above, fence[3], fence[2], below and below[1])
 
 
+def as_param(page):
+    return pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem in SLOW else ())
+
+
 def run(page, name):
     """Run a page: wherever a block did not print what is said, what it printed instead."""
     namespace = {}
@@ -58,7 +63,8 @@ def run(page, name):
     return differ
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.table
+@pytest.mark.parametrize("page", [*map(as_param, PAGES)])
 def test_pages_run_as_written(page):
     differ = run(page.read_text(encoding="utf-8"), str(page))
     assert not differ, "\n".join(differ)

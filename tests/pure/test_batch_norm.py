@@ -92,6 +92,7 @@ def test_in_float64_batch_norm_in_microbatches_is_the_full_batch_s(shape, data_,
         assert (value - want_value).abs() <= 1e-10
 
 
+@pytest.mark.slow
 @shapes
 @pytest.mark.parametrize("size", [1, 5, 12])
 def test_a_thousand_deviations_from_zero_it_is_as_near_to_the_truth(shape, size):

@@ -83,6 +83,7 @@ def check(net, x, y, rows, size, buffers):
         near(new.buffers, running, PROMISED)
 
 
+@pytest.mark.slow
 @on_ranks(2, 3)
 @in_step()
 @given(data=st.data(), size=st.none() | st.integers(1, 4), buffers=st.booleans())
@@ -92,6 +93,7 @@ def test_gradients_are_those_of_all_rows(rank, world, data, size, buffers):
     check(mlp(), x, y, cut_by_ranks(data, rows, world)[rank], size, buffers)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_residual_network_over_uneven_ranks(rank, world):
     x, y = batch_of(11, 3, 8, 8)
@@ -116,6 +118,7 @@ def test_a_layer_costs_one_collective_on_the_way_there_and_one_back(rank, world)
     assert counted.seen == {"allgather": 2, "reduce_scatter": 2}, counted.seen
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_of_no_weight_has_the_statistics_of_all(rank, world):
     """Its samples count for no loss, and are in the moments all the same, as in one process."""

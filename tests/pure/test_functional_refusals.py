@@ -11,7 +11,7 @@ from pureaccum._step.buffers import begin_buffers, check_policy, collect_buffers
 from tests.refusals import refused
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 
 
 class Net(nn.Module):

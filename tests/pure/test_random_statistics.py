@@ -138,6 +138,7 @@ def test_what_a_key_is_used_for_is_unrelated():
         assert_fair(bits(made[i] ^ made[i - 1], 53).double().mean(0), n)
 
 
+@pytest.mark.slow
 def test_no_two_keys_coincide():
     """Of 3 * 2**16 keys two coincide with a probability of 2**-30: (3 * 2**16)**2 / 2**65."""
     k = key(SEED)

@@ -347,6 +347,7 @@ def test_what_a_trace_would_lose_is_refused(name):
     assert all(torch.equal(x, before[key]) for key, x in net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_calls_that_differ():
     """Nothing of a call is left: no trace, no code, no structure of a trace beyond a few."""
     net = Net(lambda self, x: sum(x * self.cfg.t for _ in range(self.cfg.n)), cfg=CFG(t=1.0, n=1))
@@ -364,6 +365,7 @@ def test_memory_is_flat_over_calls_that_differ():
     assert len(linecache.cache) <= lines + 1
 
 
+@pytest.mark.slow
 @pytest.mark.promise("threads")
 def test_threads_whose_contexts_differ_each_get_their_own():
     net = Net(branch(lambda self, x: getattr(LOCAL, "on", False)))

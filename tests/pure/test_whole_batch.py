@@ -121,6 +121,7 @@ def first(module, batch):
     return module(batch[0])
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize(
     ("make", "width", "sizes"),
@@ -136,6 +137,7 @@ def test_a_residual_network_is_that_of_the_full_batch(make, width, sizes, way):
     check(make(width).double(), images(16), sizes, classify, way, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [resnets.resnet18, resnets.resnet101])
 def test_a_residual_network_accumulated_plainly_is_another(make):
     """The control: each microbatch would be normalised by itself."""
@@ -248,6 +250,7 @@ NETWORKS = {
 
 
 # The two quick ways take turns.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -262,6 +265,7 @@ def test_networks_of_other_shapes_are_the_full_batch_s(name, way):
     check(make().double(), batch, [1, 2, 4, 7, 11, (3, 7, 1)], way=way)
 
 
+@pytest.mark.slow
 @ways
 def test_arguments_may_have_names_and_be_no_tensors(way):
     batch = {"x": X, "side": torch.randn(11, 2, dtype=torch.float64)}
@@ -402,6 +406,7 @@ def test_modes_and_attributes_are_those_of_each_call():
         assert apart(buffers, dict(own.named_buffers())) <= PROMISED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_three_steps_are_those_of_torch_on_the_full_batch(engine):
     """Weights and running statistics, through make_step."""
@@ -498,6 +503,7 @@ def test_gradients_of_the_inputs_are_the_full_batch_s():
     assert apart({"x": x.grad}, {"x": y.grad}) <= PROMISED
 
 
+@pytest.mark.slow
 @pytest.mark.promise("compiled")
 def test_inside_a_compiled_function_it_is_one_graph():
     """Where the compiler decides what to keep."""
@@ -535,6 +541,7 @@ def per_row(size):
     return (peak(32 * SIZE, size) - peak(16 * SIZE, size)) / (16 * SIZE * WIDTH * 4)
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_the_input_of_each_batch_norm():
     """And at one of them its gradient. Three numbers a microbatch, and the output, are the rest."""
     assert per_row(SIZE) <= DEPTH + 1 + 0.75

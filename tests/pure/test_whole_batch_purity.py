@@ -48,6 +48,7 @@ def test_new_buffers_share_no_memory_with_those_that_were_given():
             assert x.data_ptr() != fn.buffers[name].data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.promise("threads")
 def test_threads_get_the_gradients_of_their_own_parameters():
     """All of them begin with a module that nobody has traced yet."""
@@ -58,6 +59,7 @@ def test_threads_get_the_gradients_of_their_own_parameters():
     assert_trees_bitwise_equal(found, [gradient(fn, params) for params in several])
 
 
+@pytest.mark.slow
 @pytest.mark.promise("threads")
 def test_threads_that_trace_at_once_leave_torch_as_it_was():
     """Each of them in a mode of its own thread."""
@@ -75,6 +77,7 @@ def test_threads_that_trace_at_once_leave_torch_as_it_was():
     assert_trees_bitwise_equal(found, [run(module) for module in modules])
 
 
+@pytest.mark.slow
 @pytest.mark.promise("threads")
 def test_other_threads_call_modules_while_one_is_traced():
     """The one that is traced among them, and its parts."""

@@ -15,7 +15,7 @@ from tests.pure.networks import Of, squares
 from tests.refusals import refused, saying
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 X = torch.arange(12.0).reshape(4, 3).sin()
 
 
@@ -224,6 +224,7 @@ def test_a_set_that_is_copied_in_another_order_is_no_assignment():
     assert seen == {1, 8}
 
 
+@pytest.mark.slow
 @pytest.mark.promise("second run")
 def test_python_s_random_numbers_are_drawn_once_for_the_batch():
     module = of(lambda self, x: x * random.random() if random.random() < 0.5 else x)
@@ -235,6 +236,7 @@ def test_python_s_random_numbers_are_drawn_once_for_the_batch():
         torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("threads")
 def test_another_thread_s_random_numbers_are_not_its_own():
     """They are drawn all the time, and the generators are nobody's to put back."""

@@ -15,7 +15,12 @@ from tests.refusals import PARAMS, Loss, Old, make_batch, refused, saying
 from tests.samples.problems import engines, looped
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.promise("samples")]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.promise("errors"),
+    pytest.mark.promise("samples"),
+    pytest.mark.table,
+]
 STATISTICS = "normalises with the statistics of the whole batch"
 BATCH, OTHER = make_batch(5), make_batch(3)
 

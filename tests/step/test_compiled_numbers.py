@@ -236,6 +236,7 @@ def test_a_number_is_a_constant_wherever_the_loss_reads_it(name, dynamic):
     assert len(graphs) == each * len(numbers) + (form in ("stream", "loop"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [

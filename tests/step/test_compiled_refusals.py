@@ -22,7 +22,12 @@ from tests.refusals import PARAMS, make_batch, refused, saying, squares
 from tests.step.problems import EAGER, leaves, pair
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("compiled"), pytest.mark.promise("errors")]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.promise("compiled"),
+    pytest.mark.promise("errors"),
+    pytest.mark.table,
+]
 IN_PLACE = {"backend": "aot_eager"}
 
 

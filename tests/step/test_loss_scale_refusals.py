@@ -10,7 +10,7 @@ from pureaccum._base import reprs
 from tests.refusals import refused
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 KINDS = pytest.mark.parametrize(
     "loss_scale", [pa.dynamic_loss_scale(), pa.static_loss_scale(2.0)], ids=["dynamic", "static"]
 )

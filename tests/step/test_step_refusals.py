@@ -15,7 +15,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.refusals import PARAMS, Loss, make_batch, refused, saying, squares
 
 
-pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors"), pytest.mark.table]
 BATCH = make_batch(4)
 BUFFERS = {"n": torch.tensor([1.0, 2.0])}
 OTHER_PARAMS = {"b": torch.tensor(1.0), "w": torch.ones(3)}
