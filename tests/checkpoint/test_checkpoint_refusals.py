@@ -194,6 +194,7 @@ def test_paths_are_taken_as_open_takes_them(name, tmp_path):
         assert outcome(lambda: pa.load(PATHS[name](ours), OLD)) == want
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another user's rights: not on Windows")
 @pytest.mark.parametrize("mode", [0o444, 0o666, 0o200])
 def test_rights_are_those_of_open(mode):

@@ -96,6 +96,7 @@ def test_a_run_that_was_stopped_anywhere_goes_on(at, engine, donate):
     assert len({float(info.scale) for info in infos}) > 1
 
 
+@pytest.mark.slow
 @given(at=st.integers(0, STEPS - 1))
 @examples(1 / 4)
 def test_a_run_that_was_stopped_after_each_step_goes_on(at):

@@ -86,6 +86,7 @@ def test_of_many_missing_shards_the_first_is_named(run):
     assert_refused(run, "neither a file nor a folder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", NAMES)
 def test_a_shard_that_is_cut_is_named(run, shard):
     whole = (run / shard).read_bytes()
@@ -112,6 +113,7 @@ def test_a_shard_with_any_byte_flipped_is_named(run, shard):
 ODD = {"is missing": lambda saved, run: run.unlink(), "of another save": shutil.copy}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", NAMES)
 @pytest.mark.parametrize("words", ODD)
 def test_a_shard_that_is_not_that_of_the_run_is_named(run, saved, shard, words):
@@ -337,6 +339,7 @@ def dies_in_a_save(folder, rank, world):
     assert "was not loaded. Likely cause: another rank died" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 @worlds
 def test_after_a_rank_died_in_a_save_the_others_raise(tmp_path, world):
     """The others hear of it; nothing of the save is there, and what was before is whole."""
@@ -363,6 +366,7 @@ def full_on_one(folder, rank, world):
     return "saved"
 
 
+@pytest.mark.slow
 @worlds
 def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path, world):
     pytest.importorskip("resource", reason="Windows has no such limits")

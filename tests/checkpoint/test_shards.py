@@ -124,6 +124,7 @@ def test_any_ranks_load_what_any_ranks_saved(folder, world):
     assert run_on_ranks(world, partial(loads, str(folder))) == [End()] * world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_process_loads_them_whole(folder, world, seed):
@@ -134,6 +135,7 @@ def test_one_process_loads_them_whole(folder, world, seed):
         assert not isinstance(x, Tensor) or loaded[name].stride() == x.stride(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_no_number_is_written_twice(folder, world):
     """And nothing else is left in the folder, or beside it."""

@@ -258,6 +258,7 @@ def full_batch(model, batch):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("size", SIZES)
 def test_weighted_by_tokens_is_the_full_batch(model, batch, size, engine):
@@ -275,6 +276,7 @@ def test_weighted_by_tokens_is_the_full_batch(model, batch, size, engine):
         assert (grads[name] - want).norm() <= 2**-26.5 * scale
 
 
+@pytest.mark.slow
 def test_a_mean_of_means_is_far_off(model, batch):
     """The control: samples of different lengths averaged alike are far off, without any NaN."""
     rows = [i for i, kept in enumerate(KEPT) if kept]  # an all-masked mean is NaN

@@ -520,6 +520,7 @@ def dropping(made, c):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.promise("followed")
 def test_what_a_product_s_loss_captures_is_never_a_constant():
     """Its derivative is right, or something raises."""

@@ -158,6 +158,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @wraps
 @pytest.mark.parametrize("rule", RULES)
 @examples(1 / 4)

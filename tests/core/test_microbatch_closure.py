@@ -204,6 +204,7 @@ def test_every_nest_of_two_is_that_of_plain_code(outer, form, cut, seed):
         near_together(got(*args).detach(), want(*args).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", FUNC)
 @examples(1 / 3)
 @given(st.data(), st.sampled_from(FORMS), cuts, seeds())

@@ -194,6 +194,7 @@ PLACES = {
 OURS = "the norm", "the clipping", "the loss scale", "the update", "the buffers"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [pytest.param(x, marks=pytest.mark.mechanism if x in OURS else ()) for x in PLACES],
@@ -233,6 +234,7 @@ def keeping(params, batch):
 MADE["keeping"] = Made(keeping, {})
 
 
+@pytest.mark.slow
 def test_an_error_that_someone_keeps_holds_no_tensors():
     KEPT.clear()
     check("keeping", at("squared"), at("squared"))

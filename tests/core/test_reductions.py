@@ -115,6 +115,7 @@ def test_the_largest_and_the_smallest_of_all_rows_are_found(reduction, cut, seed
     assert got.isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["max", "min"])
 @given(cuts, seeds())
 def test_microbatches_that_tie_share_the_gradient_of_the_largest(reduction, cut, seed):
@@ -155,6 +156,7 @@ def test_a_reducer_of_the_user_s_is_applied(cut, seed):
 # Arguments ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, -1, -2])
 @given(cuts, seeds())
 def test_rows_may_lie_along_another_dim(dim, cut, seed):

@@ -167,6 +167,7 @@ def test_a_tensor_that_is_mapped_may_be_captured():
     assert_trees_bitwise_equal(run(pa.remat), run(lambda f: f))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["autograd", "grad"])
 def test_a_rematerialised_function_compiles_into_one_graph(transform):
     def compiled(f):

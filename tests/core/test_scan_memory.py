@@ -121,6 +121,7 @@ def test_so_it_does_where_parameters_are_captured(nest):
     assert not grows(nest, RUNS["captured"])
 
 
+@pytest.mark.slow
 def test_a_scan_of_scans_takes_the_memory_of_one_inner_chunk_and_the_carries():
     assert not grows("backward", RUNS["scan of a scan"], few=8)
 

@@ -98,6 +98,7 @@ def by_hand(kind, reduction, params, batch, v):
 KIND, REDUCTION = pytest.mark.parametrize("kind", PRODUCTS), st.sampled_from(REDUCTIONS)
 
 
+@pytest.mark.slow
 @KIND
 @given(REDUCTION, st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 2**20))
 def test_any_cut_gives_the_same_bits(kind, reduction, sizes, seed):
@@ -118,6 +119,7 @@ def test_any_cut_gives_the_same_bits(kind, reduction, sizes, seed):
         assert_trees_bitwise_equal(came, want)
 
 
+@pytest.mark.slow
 @KIND
 @given(REDUCTION, st.integers(0, 2**20))
 def test_it_is_symmetric_and_linear(kind, reduction, seed):
@@ -248,6 +250,7 @@ def test_the_rows_of_all_ranks(rank, world, data):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.promise("curvature")
 @pytest.mark.promise("ranks")
 @on_ranks(2)

@@ -278,6 +278,7 @@ def test_a_head_that_makes_its_gradient_in_its_forward_pass(name, dtype):
         refused(make, *problem(dtype), cause=cause)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_a_head_in_float32(name):
     head, cause = IN_FLOAT32[name]
@@ -404,6 +405,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @DTYPE
 @pytest.mark.parametrize("name", some_of(RIGHT))
 def test_no_false_alarm(name, dtype):
@@ -503,6 +505,7 @@ def test_a_product_is_compared_once_a_loss_and_kind():
         assert count(*args) == count(*args, check=False) == steady
 
 
+@pytest.mark.slow
 def test_a_function_is_kept_no_longer_than_its_products():
     params, batch, v = problem()
 
@@ -584,6 +587,7 @@ def test_it_is_not_asked_under_transforms():
 # How far ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1e-2, 1e-4, 1e-6])
 def test_a_product_that_misses_a_small_share_is_refused(share):
     """Of the curvature of an activation, of which so much saves its slope."""

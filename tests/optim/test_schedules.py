@@ -302,6 +302,7 @@ def test_a_schedule_goes_through_vmap(name):
     assert torch.equal(got, torch.stack([schedule(count) for count in COUNTS]))
 
 
+@pytest.mark.slow
 @pytest.mark.promise("compiled")
 @KINDS
 def test_a_schedule_compiles_into_one_graph(name):

@@ -94,12 +94,14 @@ def ported(path="", stop=STEPS):
 ORIGINAL, PORTED = [original], [ported]
 
 
+@pytest.mark.slow
 def test_all_three_are_one_program():
     want = full()
     assert near(ported(), want) <= 2.0**-26.5
     assert near(original(), want) <= 2.0**-26.5
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(tmp_path):
     path = str(tmp_path / "run")
     ported(path, stop=1)

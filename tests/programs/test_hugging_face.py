@@ -87,6 +87,7 @@ def test_it_is_the_original() -> None:
     assert near(ported(), original()) <= 2.0**-12
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = str(tmp_path / "run")
     ported(path, stop=2 * K)

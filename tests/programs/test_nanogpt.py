@@ -135,6 +135,7 @@ def test_it_is_the_original_in_its_own_precision(dtype: Any) -> None:
     assert abs(ours - value) <= (2.0**-18 if dtype is None else 2.0**-6) * value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 def test_it_goes_on_where_it_stopped(dtype: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "run")

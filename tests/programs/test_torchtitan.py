@@ -85,6 +85,7 @@ def test_it_is_the_original_on_uneven_ranks(rank: int, world: int) -> None:
     assert near(ported(rank), original(rank)) <= 2.0**-26.5
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_it_goes_on_where_it_stopped(rank: int, world: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

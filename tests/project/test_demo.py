@@ -105,6 +105,7 @@ def test_on_a_terminal_a_bar_moves_and_has_no_colours_if_so_wished(monkeypatch, 
     assert re.search("Failed:.* not the full batch's gradient: whole numbers", told)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_the_full_batch_s_fails_the_demo(monkeypatch, capsys):
     """Also where it is NaN, and where only the last parameters show it."""
     _demo = the_demo()

@@ -201,6 +201,7 @@ def test_fine_tuning_trains_what_it_says():
     assert max(seen["last"], seen["adapted"]) < seen["first"]
 
 
+@pytest.mark.slow
 def test_meta_learning_learns():
     """Differences are off by a h² + b h⁴ + …, and without the first term by 16 times less at h / 2.
 

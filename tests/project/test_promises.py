@@ -4,7 +4,9 @@ import re
 
 import pytest
 
+from tests.chosen import UNMARKED
 from tests.project.promises import (
+    GIVEN_UP,
     PAGE,
     PROMISES,
     ROOT,
@@ -41,7 +43,16 @@ def test_old_tables_are_rewritten():
 def test_markers_of_files_and_of_single_tests_are_found():
     source = 'pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]\n'
     source += '@pytest.mark.promise("keys")\ndef test_it(): ...\n'
-    assert sorted(marked(source)) == ["bits", "keys"]
+    assert marked(source) == {"bits", "keys"}
+
+
+def test_every_test_says_what_it_protects(request):
+    assert not request.config.stash[UNMARKED], "mark them promise, given_up or mechanism"
+
+
+def test_what_is_given_up_is_named_once():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    assert set().union(*(marked(source, "given_up") for source in sources)) == set(GIVEN_UP)
 
 
 def test_the_versions_are_those_that_the_package_says():

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.parity, pytest.mark.promise("pages")]
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "examples" / "guide").glob("*.md"))]
-SLOW = ("training", "coupled")
+SLOW = ("training", "coupled", "checking", "batch_size")
 FENCE = re.compile(r"^```(\w*)(?: (\w+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"\s*^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -101,6 +101,7 @@ def test_a_residual_network_over_uneven_ranks(rank, world):
     check(resnet(), x, y, rows, 3, True)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_layer_costs_one_collective_on_the_way_there_and_one_back(rank, world):
     """As torch's SyncBatchNorm does; what ranks are about to exchange is compared once."""

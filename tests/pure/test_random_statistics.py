@@ -109,6 +109,7 @@ def test_every_bit_of_a_dtype_is_fair(dtype, width):
 # Keys ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("i", [0, 1, 2**31 - 1, 2**32 - 1])
 def test_draws_of_neighbouring_keys_are_unrelated(i):
     k = key(SEED)

@@ -256,6 +256,7 @@ def test_a_graph_of_the_users_own_takes_what_is_frozen(name):
     assert_close(leaves(got), leaves(program(FN.params)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in ("vmap of grad",) else pytest.param(n, marks=slow) for n in MAPPED]
 )

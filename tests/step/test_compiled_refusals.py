@@ -225,6 +225,7 @@ SAME = {
 SLOW = ("aux that cannot be joined", "aux that is missing", "aux that nobody announced")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SAME]
 )

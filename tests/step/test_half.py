@@ -70,6 +70,7 @@ def run(device, overflow_at=None, **options):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_fp16_reaches_the_loss_of_fp32_through_a_forced_overflow(device):
     full = run(device)

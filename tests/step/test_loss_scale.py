@@ -275,6 +275,7 @@ def test_many_states_update_at_once_under_vmap(options, histories, data):
         assert_trees_bitwise_equal(got, torch.stack(list(map(there, states, x))))
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_loss_scale_compiles_into_one_graph(loss_scale, backend):

@@ -102,6 +102,7 @@ def test_no_cut_moves_a_mask(kind, data, engine):
     assert new.samples == ROWS
 
 
+@pytest.mark.slow
 @kinds
 @examples(1 / 2)
 @given(data=st.data(), bad=st.integers(0, ROWS - 1), number=st.sampled_from([torch.inf, torch.nan]))

@@ -263,6 +263,7 @@ def test_what_is_remembered_changes_nothing(change, way, monkeypatch):
         assert_trees_bitwise_equal(came, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_that_was_called_before_gives_what_a_new_one_gives(change):

@@ -52,6 +52,7 @@ def test_a_loss_that_fits_fits_whatever_the_seed(model, kind, seed):
         assert not any(leaf.error for leaf in report.leaves)
 
 
+@pytest.mark.slow
 @examples(1 / 4)
 @given(model=models, seed=st.integers(0, 99), exponent=st.integers(-20, -6))
 def test_the_smallest_real_difference_is_seen(model, seed, exponent):
@@ -117,6 +118,7 @@ def test_every_way_is_a_partition(rows, count, seed):
     assert any(max(map(len, parts)) == rows - 1 for parts in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 3, 8, 40])
 def test_a_loop_is_given_every_sample_once_in_each_split(rows):
     """Some of them alone, and in some splits out of order. (What a loop keeps is put back.)"""

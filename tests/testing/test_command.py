@@ -411,6 +411,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["mine.py", "random.py", "01.mine-too.py"])
 def test_a_file_finds_what_lies_beside_it(file):
     random = sys.modules["random"]

@@ -241,6 +241,7 @@ def test_sums_of_exact_trees_are_exact(data, dtype, copies, terms):
         assert list(map(Fraction, sums.flatten().tolist())) == exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NARROWER, ids=str)
 def test_exact_trees_are_large_enough_to_show_a_narrow_sum(dtype):
     seen = []
@@ -257,6 +258,7 @@ def test_exact_trees_are_large_enough_to_show_a_narrow_sum(dtype):
     assert sum(seen) > len(seen) / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "narrow", "shown"),
     [
@@ -276,6 +278,7 @@ def test_a_narrow_sum_is_shown_by_the_first_integer_it_lacks(dtype, narrow, show
     assert (first.item(), second.item()) == (0.0, shown)
 
 
+@pytest.mark.slow
 def test_the_most_terms_are_exact_and_more_are_refused():
     drawn = smallest(
         exact_trees(1, 2**8, torch.bfloat16),
@@ -288,6 +291,7 @@ def test_the_most_terms_are_exact_and_more_are_refused():
         exact_trees(1, 0)
 
 
+@pytest.mark.slow
 def test_sums_of_ordinary_trees_do_round():
     """Or the exact ones would prove nothing."""
 
@@ -474,6 +478,7 @@ def test_the_simplest_loss_that_shows_a_mean_of_means():
     assert all(x.abs().max() <= 3 for x in (*shown.params[0].values(), shown.batch["y"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "word", ["linear", "MLP with relu 1", "convnet", "embedding", "bag", "sparse"]
 )
