@@ -22,7 +22,7 @@ SAME = {"deadline": None, "print_blob": True, "derandomize": True, "database": N
 settings.register_profile("dev", max_examples=6, **SAME)
 settings.register_profile("ci", max_examples=10, **SAME)
 settings.register_profile("thorough", max_examples=1000, deadline=None, print_blob=True)
-MOVED = "PUREACCUM_TESTS_MOVED"
+MOVED = "TESTS_MOVED"
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 settings.load_profile(PROFILE)
 if PLANTED in os.environ:  # what fails in a copy of the package with a fault need not be small
@@ -30,7 +30,7 @@ if PLANTED in os.environ:  # what fails in a copy of the package with a fault ne
     settings.register_profile("planted", unshrunk)
     settings.load_profile("planted")
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("TESTS_THREADS", "1")))
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns unless told one or the other
 gc.disable()  # until all tests are imported, of which nothing is garbage
 

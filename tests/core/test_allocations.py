@@ -16,7 +16,7 @@ pytestmark = [*(pytest.mark.faults,), pytest.mark.promise("donation"), needs_a_c
 FURTHER = [pytest.param(f"further{i}", marks=pytest.mark.slow) for i in range(SHARES)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("share", ["first", *FURTHER])
 def test_any_block_of_memory_may_be_refused(share):
     run(Path(__file__).with_name("allocations.py"), share)

@@ -384,7 +384,7 @@ def sizes(seed, dtype):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("seed", "dtype"),
     [

@@ -281,7 +281,7 @@ def test_functions_that_are_cut_inside():
         near(flat(came, [*params]), flat(x, [*params]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @KIND
 def test_compiled(kind):
     problem = Problem("mlp")
@@ -316,7 +316,7 @@ def test_threads():
 # What is drawn ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_estimates_are_as_near_as_they_say(kind):
     problem = Problem("norm")

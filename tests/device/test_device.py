@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(reason_against()), reason=reason_against()),
     pytest.mark.promise("launches"),
 ]
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # What runs in one process: to import torch takes longer than many of these tests.
@@ -37,20 +38,26 @@ TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="a step is compiled for a GPU by Triton, which is not installed; CI does so every night",
 )
+SLOW = pytest.mark.slow
 FILES = [
     *(
-        pytest.param([HERE / f"{name}.py" for name in names], id=", ".join(names))
+        pytest.param([HERE / f"{name}.py" for name in names], id=", ".join(names), marks=SLOW)
         for names in ON_THE_DEVICE
     ),
-    pytest.param([HERE / "launches.py"], id="launches"),
-    pytest.param([HERE / "compiled.py"], id="compiled", marks=TRITON),
-    *(pytest.param([file], id=name) for name, file in FOR_A_GPU.items() if name not in NOT_HERE),
+    pytest.param([HERE / "launches.py"], id="launches", marks=SLOW),
+    pytest.param([HERE / "compiled.py"], id="compiled", marks=[SLOW, TRITON]),
+    *(
+        pytest.param([file], id=name, marks=SLOW if name != "test_cuda_memory" else ())
+        for name, file in FOR_A_GPU.items()
+        if name not in NOT_HERE
+    ),
 ]
 
 
 def run_on_the_device(files):
     plugins = ["-p", "tests.device.software", "-p", "no:cacheprovider"]
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["HYPOTHESIS_PROFILE"] = "ci" if PROFILE == "thorough" else "dev"
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugins, *map(str, files)],
         cwd=ROOT,
@@ -60,7 +67,6 @@ def run_on_the_device(files):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("files", FILES)
 def test_on_the_device(files):
     ended = run_on_the_device(files)
@@ -76,8 +82,9 @@ def test_what_a_gpu_is_asked_is_answered_in_software(tmp_path):
     assert ended.returncode == 0, f"\n{ended.stdout}\n{ended.stderr}"
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert set(found) == {"versions", "tests", "launches", "steps"}
-    assert "failure" not in json.dumps(found)
-    assert all(" passed" in line and " failed" not in line for line in found["tests"].values())
+    assert "failure" not in json.dumps(found), found
+    for name, line in found["tests"].items():
+        assert " passed" in line and " failed" not in line, f"{name}: {line}"  # noqa: PT018
 
 
 def test_what_is_not_run_here_is_there():

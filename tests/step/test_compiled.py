@@ -114,7 +114,7 @@ def test_a_step_with_scales_masks_and_keys_is_the_eager_one(seed, bad, masked):
     alike(ours, eager, ours.init(make_params(seed), seed=seed), batches)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_with_large_gradients_is_the_eager_one():
     """One graph for each microbatch, and one that applies them."""
     ours, eager = pair(token_loss, pa.sgd(WARMUP, momentum=0.9), check=False, **SCALED)
@@ -144,7 +144,7 @@ def odd_loss(params, batch):
     return ((out - batch["y"]) ** 2).sum() + (w.abs() ** 2).sum() * picked.square().sum()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parameters_may_be_complex_0d_and_nested():
     """In place, where tensors without dimensions are a case of their own: three steps."""
     ours, eager = pair(

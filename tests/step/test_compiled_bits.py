@@ -67,7 +67,7 @@ def check(kind, form, params, batch, settings="eager"):
     [
         ("mean", "scan"),
         pytest.param("sum", "scan", marks=pytest.mark.nightly),
-        pytest.param("weighted", "scan", marks=pytest.mark.slow),
+        pytest.param("weighted", "scan", marks=pytest.mark.nightly),
         pytest.param(
             "sum", "unrolled", marks=[pytest.mark.nightly, pytest.mark.given_up("recipes")]
         ),
@@ -150,7 +150,7 @@ def with_aux(params, batch, keys=None):
     return pa.Weighted(total, batch["mask"].sum()), whole
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("form", "nonfinite", "keys"),
     [
@@ -241,7 +241,10 @@ def test_groups_and_what_is_left_of_them_are_those_of_the_eager_step(options, ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, KEYED], ids=["plain", "keys"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="plain"), pytest.param(KEYED, id="keys", marks=pytest.mark.nightly)],
+)
 def test_wide_microbatches_are_those_of_the_eager_step(options):
     """Any number of them, also with a sample that is NaN, whichever go through together."""
     ours, eager = pair(wide_loss, pa.sgd(2.0**-10), **options)

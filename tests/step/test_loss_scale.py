@@ -344,3 +344,21 @@ def test_the_scale_can_ride_on_the_cotangent():
     (scaled,) = pull(loss_scale.scale(state, torch.ones_like(value)))
     assert torch.equal(scaled, torch.func.grad(lambda w: loss_scale.scale(state, loss(w)))(w))
     assert torch.equal(loss_scale.unscale(state, scaled), torch.func.grad(loss)(w))
+
+
+def test_a_batch_of_no_weight_teaches_the_loss_scale_nothing():
+    """It says nothing of overflow: the scale neither grows nor counts it."""
+
+    def loss(w, batch):
+        x, mask = batch
+        return pa.Weighted((mask * (w * x)).sum(), mask.sum())
+
+    scaling = pa.dynamic_loss_scale(4.0, growth_interval=2)
+    step = pa.make_step(loss, pa.sgd(0.5), microbatch_size=2, loss_scale=scaling)
+    state = step.init(torch.tensor(1.0))
+    x, seen = torch.ones(4), []
+    for mask in (1.0, 0.0, 0.0, 1.0):
+        state, info = step(state, (x, torch.full_like(x, mask)))
+        assert bool(info.applied) == bool(mask)
+        seen.append((state.loss_scale.scale.item(), state.loss_scale.growth_tracker.item()))
+    assert seen == [(4.0, 1), (4.0, 1), (4.0, 1), (8.0, 0)]

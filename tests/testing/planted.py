@@ -26,7 +26,7 @@ IMPORTED = [
     "pytest",
 ]
 SECONDS = 300
-PLANTED = "PUREACCUM_TESTS_PLANTED"  # that examples which fail need not be made smaller
+PLANTED = "TESTS_PLANTED"  # that examples which fail need not be made smaller
 
 FAULTS = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
 PACKAGE = Path(__file__).parents[2] / "pureaccum"
