@@ -13,9 +13,10 @@ import pytest
 KINDS = ("promise", "given_up", "mechanism")
 CASES = 4  # of each test, under dev; of one marked ``table`` enough for each entry
 ADDED_BY = {"dev": ("ci", "thorough"), "ci": ("thorough",)}
-ADDS = {
-    "ci": "slow tests, more cases and more examples (every change has to pass them)",
-    "thorough": "what is slower still, and 1,000 examples a property (every night)",
+RUNS = {
+    "dev": "the strongest tests of each promise, a few cases of each",
+    "ci": "what every change has to pass: slow tests too, all cases, 10 examples a property",
+    "thorough": "what runs every night: all tests, 1,000 examples a property",
 }
 LEFT_OUT = pytest.StashKey[Counter]()
 UNMARKED = pytest.StashKey[list[str]]()
@@ -83,9 +84,11 @@ def _entries(case):
     return set(case.callspec.indices.items())
 
 
-def summary(profile, left_out):
-    """Lines for somebody who has never run these tests."""
-    yield f"This was the profile {profile}. CONTRIBUTING.md says more of profiles."
+def summary(profile, left_out, skipped):
+    """Say what ran, and what was left out, to somebody who has never run these tests."""
+    yield f"This was the profile {profile}: {RUNS[profile]}."
     for other in ADDED_BY.get(profile, ()):
         if left_out[other]:
-            yield f"HYPOTHESIS_PROFILE={other} adds {left_out[other]:,} tests: {ADDS[other]}."
+            yield f"HYPOTHESIS_PROFILE={other} adds {left_out[other]:,} tests. It is {RUNS[other]}."
+    for reason, count in skipped.most_common():
+        yield f"{count} skipped: {reason.removeprefix('Skipped: ')}"

@@ -1,7 +1,6 @@
-"""Profiles, and a torch that behaves the same on every machine.
+"""Profiles of hypothesis, and a torch that behaves the same on every machine.
 
-``dev`` is quick, ``ci`` runs everything and always draws the same examples, ``thorough`` runs at
-night.
+``chosen.py`` says which tests a profile runs, and ``moved.py`` how rounding is moved.
 """
 
 import gc
@@ -78,5 +77,8 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    for line in chosen.summary(PROFILE, config.stash.get(chosen.LEFT_OUT, Counter())):
+    skipped = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    left_out = config.stash.get(chosen.LEFT_OUT, Counter())
+    terminalreporter.section("profile", sep="=")
+    for line in chosen.summary(PROFILE, left_out, skipped):
         terminalreporter.write_line(line)
