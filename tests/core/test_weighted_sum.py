@@ -14,7 +14,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.exactly import copied
-from tests.problems import ROOT, normal, once, pulled
+from tests.problems import HALF, ROOT, near, normal, once, pulled
 from tests.refusals import refused, saying
 
 
@@ -303,7 +303,7 @@ def test_random_weights_are_drawn_alike_in_both_sweeps(run):
         return (h * keep).sum() / keep.sum() + (h * h * other).sum() / other.sum()
 
     want = torch.func.grad(plain)(w)
-    torch.testing.assert_close(grads, want, rtol=2**-20, atol=2**-20)
+    near(grads, want, HALF)
     assert torch.equal(after, torch.get_rng_state())  # each was drawn once
 
 

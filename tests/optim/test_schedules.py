@@ -299,7 +299,8 @@ KINDS = pytest.mark.parametrize("name", made_of(1.0))
 def test_a_schedule_goes_through_vmap(name):
     schedule = made_of(0.5)[name]
     got = torch.func.vmap(lambda count: rate_at(schedule, count))(COUNTS)
-    assert torch.equal(got, torch.stack([schedule(count) for count in COUNTS]))
+    alone = torch.stack([schedule(count) for count in COUNTS])
+    torch.testing.assert_close(got, alone, rtol=2**-48, atol=2**-48)  # some roundings of cos or pow
 
 
 @pytest.mark.slow
