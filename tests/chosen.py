@@ -1,8 +1,9 @@
 """Which tests a profile runs, and what the others would add.
 
-``dev`` runs tests of promises that are not slow, a few cases of each: first those that meet entries
-of tables which no case before has met. ``ci`` runs every case, and slow tests of promises too.
-``thorough`` runs everything. A case that the command line names runs in any profile.
+``dev`` runs tests of promises that are not slow, ``ci`` also those that are slow and those of no
+promise, ``thorough`` everything. Of a test's cases, dev and ci run those that differ most: first
+the ones with entries of tables that no case before them has. A case that the command line names
+runs in any profile.
 """
 
 from collections import Counter, defaultdict
@@ -11,12 +12,12 @@ import pytest
 
 
 KINDS = ("promise", "given_up", "mechanism")
-CASES = 4  # of each test, under dev; of one marked ``table`` enough for each entry
-ADDED_BY = {"dev": ("ci", "thorough"), "ci": ("thorough",)}
+CASES = {"dev": 4, "ci": 16}  # of each test, and under ci, or if marked ``table``, each entry
+ADDED_BY = {"dev": ("ci", "thorough"), "ci": ("thorough",), "thorough": ()}
 RUNS = {
     "dev": "the strongest tests of each promise, a few cases of each",
-    "ci": "what every change has to pass: slow tests too, all cases, 10 examples a property",
-    "thorough": "what runs every night: all tests, 1,000 examples a property",
+    "ci": "what every change has to pass: slow tests too, each entry of a table, more examples",
+    "thorough": "what runs every night: all tests, all cases, 1,000 examples a property",
 }
 LEFT_OUT = pytest.StashKey[Counter]()
 UNMARKED = pytest.StashKey[list[str]]()
@@ -31,21 +32,22 @@ def choose(config, profile, items):
     """Deselect what the profile leaves out, and count it by the profile that runs it."""
     tests = [item for item in items if not isinstance(item, pytest.DoctestItem)]
     config.stash[UNMARKED] = [item.nodeid for item in tests if protects(item) is None]
-    runs = {id(item): _first_profile(item) for item in items}
+    runs = {item: _first_profile(item) for item in items}
     for cases in _by_function(tests).values():
-        quick = [case for case in cases if runs[id(case)] == "dev"]
-        if len(quick) > CASES:
-            table = quick[0].get_closest_marker("table") is not None
-            few = {id(case) for case in unlike(quick, CASES, every_entry=table)}
-            runs |= {id(case): "ci" for case in quick if id(case) not in few}
+        for this, later in ("ci", "thorough"), ("dev", "ci"):
+            mine = [case for case in cases if this in (runs[case], *ADDED_BY[runs[case]])]
+            mine.sort(key=lambda case: runs[case] != "dev")  # the quick ones first
+            if len(mine) > CASES[this]:
+                table = this == "ci" or mine[0].get_closest_marker("table") is not None
+                few = set(unlike(mine, CASES[this], every_entry=table))
+                runs |= {case: later for case in mine if case not in few}
     named = tuple(arg.partition("::")[2] for arg in config.args if "[" in arg)
-    later = [item for item in items if runs[id(item)] in ADDED_BY.get(profile, ())]
-    left = [item for item in later if not (named and item.nodeid.endswith(named))]
-    out = {id(item) for item in left}
-    items[:] = [item for item in items if id(item) not in out]
-    config.stash[LEFT_OUT] = Counter(runs[id(item)] for item in left)
+    added = [item for item in items if runs[item] in ADDED_BY[profile]]
+    left = {item: None for item in added if not (named and item.nodeid.endswith(named))}
+    items[:] = [item for item in items if item not in left]
+    config.stash[LEFT_OUT] = Counter(runs[item] for item in left)
     if left:
-        config.hook.pytest_deselected(items=left)
+        config.hook.pytest_deselected(items=[*left])
 
 
 def _first_profile(item):
@@ -87,7 +89,7 @@ def _entries(case):
 def summary(profile, left_out, skipped):
     """Say what ran, and what was left out, to somebody who has never run these tests."""
     yield f"This was the profile {profile}: {RUNS[profile]}."
-    for other in ADDED_BY.get(profile, ()):
+    for other in ADDED_BY[profile]:
         if left_out[other]:
             yield f"HYPOTHESIS_PROFILE={other} adds {left_out[other]:,} tests. It is {RUNS[other]}."
     for reason, count in skipped.most_common():

@@ -73,9 +73,9 @@ def on_ranks(*worlds):
             assert not failed, "\n\n".join(failed)
 
         run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-        # Where two ranks are asked, more of them are for the profiles that run everything.
-        slow = [world for world in worlds if world > 2 and 2 in worlds]
-        some = [pytest.param(it, marks=pytest.mark.slow if it in slow else ()) for it in worlds]
+        # Where two ranks are asked, more of them are for the profile that runs everything.
+        more = [world for world in worlds if world > 2 and 2 in worlds]
+        some = [pytest.param(it, marks=pytest.mark.nightly if it in more else ()) for it in worlds]
         marked = pytest.mark.parametrize("world", some)(run)
         marked.in_rank = test
         return marked

@@ -49,7 +49,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on(tmp_path):
     assert counts["leftovers"] == 1
 
 
-@pytest.mark.slow  # three seconds for each
+@pytest.mark.nightly  # three seconds for each
 def test_ranks_that_are_killed_while_they_save_leave_whole_checkpoints(tmp_path):
     kills = max(6, KILLS // 6)  # each kind of kill once
     counts = told_by("test_killed", "ranks", tmp_path, kills)

@@ -145,14 +145,14 @@ def calls(loss, params, batch):
     once(pa.make_step(loss, pa.sgd(0.0), microbatch_size=SIZE), params, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every
 def test_rows_without_padding_are_never_refused(it, dtype, dropout):
     model = model_of(it, dtype, dropout)
     calls(loss_of(model), parameters(model), batch_of(it, dtype, padded=False))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every
 def test_padded_rows_are_not_refused_as_weighted_totals(it, dtype, dropout):
     model = model_of(it, dtype, dropout)

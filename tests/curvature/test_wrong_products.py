@@ -648,7 +648,7 @@ def report(loss, params, batch, **options):
     yield from found.diagnoses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.promise("check")
 @pytest.mark.parametrize("dtype", some_of(DTYPES[:2]))
 def test_the_check_finds_what_both_sides_have_wrong(dtype):

@@ -38,17 +38,17 @@ TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="a step is compiled for a GPU by Triton, which is not installed; CI does so every night",
 )
-SLOW = pytest.mark.slow
+FIRST = {"test_cuda_memory": (), "test_cuda_step": pytest.mark.slow, "launches": pytest.mark.slow}
+NIGHTLY = pytest.mark.nightly
 FILES = [
     *(
-        pytest.param([HERE / f"{name}.py" for name in names], id=", ".join(names), marks=SLOW)
+        pytest.param([HERE / f"{name}.py" for name in names], id=", ".join(names), marks=NIGHTLY)
         for names in ON_THE_DEVICE
     ),
-    pytest.param([HERE / "launches.py"], id="launches", marks=SLOW),
-    pytest.param([HERE / "compiled.py"], id="compiled", marks=[SLOW, TRITON]),
+    pytest.param([HERE / "compiled.py"], id="compiled", marks=[NIGHTLY, TRITON]),
     *(
-        pytest.param([file], id=name, marks=SLOW if name != "test_cuda_memory" else ())
-        for name, file in FOR_A_GPU.items()
+        pytest.param([file], id=name, marks=FIRST.get(name, NIGHTLY))
+        for name, file in {"launches": HERE / "launches.py", **FOR_A_GPU}.items()
         if name not in NOT_HERE
     ),
 ]
@@ -74,7 +74,7 @@ def test_on_the_device(files):
     assert " passed" in ended.stdout  # and not all were skipped
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_gpu_is_asked_is_answered_in_software(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.device.gpu"]

@@ -151,7 +151,7 @@ def test_ranks_raise_together_and_go_on_together(name, outcomes):
     assert not any(outcomes[name]), "\n".join(outcomes[name])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_steps_raise_together_and_go_on_together():
     for name, texts in cases_on_ranks(2, COMPILED).items():
         assert not any(texts), f"{name}: " + "\n".join(texts)

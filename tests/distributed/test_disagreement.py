@@ -513,7 +513,7 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def told(request):
     return cases_on_ranks(request.param, CASES)
 

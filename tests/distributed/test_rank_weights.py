@@ -71,7 +71,7 @@ def test_it_is_the_full_batch_however_samples_are_shared_out(rank, world):
     check(rank, ("cut", "whole", "scaled"), SHARES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(2)
 def test_so_it_is_where_ranks_compile_their_steps(rank, world):
     check(rank, ("compiled",), ("one has none", "uneven"))

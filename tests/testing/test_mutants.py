@@ -19,10 +19,14 @@ pytestmark = [pytest.mark.laws, pytest.mark.promise("mutants")]
 ROOT = Path(__file__).parents[2]
 
 
-# Under the profile dev one: what this tests is the other tests.
+def when(place):
+    """One under dev, some under ci, all every night: what this tests is the other tests."""
+    often = pytest.mark.slow if place % 6 == 3 else pytest.mark.nightly
+    return () if place == 3 else often
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if i != 3 else ()) for i, name in enumerate(FAULTS)],
+    "name", [pytest.param(name, marks=when(place)) for place, name in enumerate(FAULTS)]
 )
 def test_the_fault_is_found(name, tmp_path):
     plant(name, tmp_path)
