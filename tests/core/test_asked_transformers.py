@@ -180,7 +180,7 @@ def test_weighted_totals_of_padded_rows_have_the_gradient_of_the_model(it):
     assert pa.global_norm({name: got[name] - own[name] for name in own}) <= BOUND * norms
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @every
 def test_a_mean_over_padded_rows_is_refused_at_once(it, dtype, dropout):
     if it.kind == "image":

@@ -134,7 +134,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.promise("closure")
 @pytest.mark.promise("followed")
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

@@ -72,7 +72,7 @@ def test_the_hessian_vector_product_that_the_documentation_names(problem):
 
 
 @pytest.mark.promise("compiled")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("loss", "nonfinite"),
     [(SUM, "propagate"), (WEIGHTED, "skip")],

@@ -180,7 +180,7 @@ def test_what_came_beside_a_donated_state_stays(forward, optimizer):
         check(forward, *step_of(optimizer, True, engine=engine, microbatch_size=size))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @forms
 def test_what_came_beside_a_donated_state_of_a_compiled_step_stays(forward):
     torch.compiler.reset()

@@ -119,7 +119,7 @@ def test_a_batch_that_is_not_cut_has_the_same_metrics(transform, seed):
     check(w, batch, metrics | {"seen": metrics["seen"]})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("way", "size"), [(by_step, 2), (by_window, 3), (by_step, 7), (by_window, 7)]
 )

@@ -316,7 +316,7 @@ def test_threads():
 # What is drawn ----------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_estimates_are_as_near_as_they_say(kind):
     problem = Problem("norm")

@@ -285,7 +285,7 @@ def test_after_a_rank_died_inside_of_a_loss_the_others_can_go_on(world):
     assert {first, *others} == {End()}, [first, *others]
 
 
-@pytest.mark.slow  # ranks wait for each other until their time is over
+@pytest.mark.nightly  # ranks wait for each other until their time is over
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_do_not_meet_raise_and_can_go_on(world):
     assert run_on_ranks(world, do_not_meet) == [End()] * world

@@ -307,7 +307,7 @@ def test_the_noise_of_all_ranks_is_that_of_one(rank, world, data):
     near(came, noise(None, [part for batch in batches if len(batch) for part in batch.split(2)]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @on_ranks(2)
 @in_step(1 / 9, fewest=3)  # each compiles on every rank: ten seconds
 @given(data=st.data(), size=st.sampled_from([3, None, 1, 2, 5]), donate=st.booleans())

@@ -153,7 +153,7 @@ def test_a_bad_rate_is_a_step_not_applied(kind, way, how):
         check(kind, way, bad, how)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "way", "bad"),
     [
@@ -171,7 +171,7 @@ def test_a_bad_rate_is_a_compiled_step_not_applied(kind, way, bad):
     check(kind, way, bad, "compiled")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bad_rate_is_a_step_not_applied_by_inductor():
     step = pa.make_step(
         lambda p, x: (p * x).mean(), pa.adamw(WAYS["schedule"].lr(math.nan)), compile=True

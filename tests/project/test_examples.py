@@ -109,7 +109,7 @@ def test_a_scan_goes_back_through_all_steps_and_truncation_does_not():
     assert 2 * memory["scan"] < memory["truncated at half"] < memory["autograd"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_linear_attention_learns_the_same_in_less():
     """One text at a time, in chunks of which the last one is short."""
     seen = main("linear_attention")(rows=2, length=250, size=16, words=32, steps=6)
@@ -307,7 +307,7 @@ def test_two_ranks_train_as_one_process():
     assert "10 microbatches on 2 ranks" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_four_ranks_save_two_resume(tmp_path):
     """Sharded parameters, uneven samples and words: before and after as in one process."""
     others = "one process", "an uninterrupted run"
@@ -336,7 +336,7 @@ def costs_of_ranks(replicas, rank, world):
     return costs, max(off)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
 def test_a_step_of_shards_communicates_what_the_guide_says(ranks, replicas):
     """What is sharded is gathered twice a microbatch; what is replicated is reduced once a step."""
@@ -368,7 +368,7 @@ def trainer_of_transformers():
 
 
 @pytest.mark.hf
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_trainer_of_transformers_has_the_gradient_of_the_whole_batch():
     """Up to what models and losses of transformers compute in float32, whatever the dtype.
 

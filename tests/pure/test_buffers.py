@@ -132,7 +132,7 @@ def test_members_have_the_buffers_that_each_has_alone(name, policy):
 
 
 @pytest.mark.promise("compiled")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo cannot compare structures before")
 def test_a_compiled_step_has_the_buffers_of_the_eager_one():
     """Sequential ones: step/test_pairs.py has those that are pooled."""

@@ -249,7 +249,7 @@ COMPILED = {
 
 
 @pytest.mark.promise("compiled")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("draw", "x", "backend"), COMPILED.values(), ids=COMPILED)
 def test_draws_compile_into_one_graph(draw, x, backend):
     torch.compiler.reset()
