@@ -12,7 +12,7 @@ import pytest
 
 
 KINDS = ("promise", "given_up", "mechanism")
-CASES = {"dev": 4, "ci": 32}  # of each test; of one that is marked ``table`` each entry
+CASES = {"dev": 4, "ci": 12}  # of each test; of one that is marked ``table`` each entry
 ADDED_BY = {"dev": ("ci", "thorough"), "ci": ("thorough",), "thorough": ()}
 RUNS = {
     "dev": "the strongest tests of each promise, a few cases of each",

@@ -26,7 +26,7 @@ def cases_of(world, given_up):
     return {name: x for name, x in CASES[world].items() if name.startswith(begins) == given_up}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
 @pytest.mark.parametrize(
     "cases",

@@ -161,7 +161,7 @@ SECOND = {
 REFUSED = {("tensor_split", "value"), ("tensor_split", "backward twice of value")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @parts
 def test_every_way_gives_what_torch_gives(part):
     """Where an operation has several samples, each goes every other way, but for ``thorough``."""

@@ -222,6 +222,7 @@ MARKS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in LARGER])
 def test_a_size_may_be_any_number_above_the_rows(name):
     want = LARGER[name](1000)

@@ -158,7 +158,7 @@ def test_it_has_the_bits_of_the_full_batch(form, seed, rows, size, terms, empty)
     assert value.double() == number.double()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("form", "size", "empty"),
     [
@@ -447,7 +447,7 @@ def test_transforms_see_what_the_weights_depend_on(nest, size):
         assert (x - y).norm() <= ROOT * y.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_compiler_of_the_user_takes_it_in_one_graph(size):
     w, batch = problem(1, 7, 3)

@@ -269,7 +269,7 @@ def refused(make, *args, leaf="params['", cause=""):
 # What is found -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @DTYPE
 @pytest.mark.parametrize("name", some_of(HEADS))
 def test_a_head_that_makes_its_gradient_in_its_forward_pass(name, dtype):

@@ -250,7 +250,7 @@ NETWORKS = {
 
 
 # The two quick ways take turns.
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "way"),
     [

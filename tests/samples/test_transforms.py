@@ -186,7 +186,7 @@ IN_ONE_GRAPH = {  # what is made of W and X, and what the first of it is
 
 @pytest.mark.promise("samples")
 @pytest.mark.promise("compiled")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", IN_ONE_GRAPH)
 def test_it_compiles_into_one_graph(name):
     """Two chunks, of two samples and of one, on exact data: the bits of eager code."""

@@ -119,7 +119,7 @@ def test_another_microbatch_is_asked_at_calls_two_and_four(bad, call):
         step(state, rows(12, bad))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [None, 12, 20])
 def test_rows_that_are_not_cut_are_not_asked_about(size):
     step, state, _ = made(standardised, microbatch_size=size)

@@ -179,7 +179,7 @@ def scaled(params, batch):
     return value * params["table"][0, 0] if "table" in params else value
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("form", "size", "rows", "most"),
     [
@@ -215,7 +215,7 @@ def test_twenty_sizes_are_a_handful_of_graphs(form, size, rows, most):
     assert len(graphs) == made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_twenty_sizes_of_a_whole_batch_are_a_handful_of_graphs():
     """One of a single sample, one of the number that came first, and one of any number."""
     settings, graphs = counting()
@@ -231,7 +231,7 @@ def test_twenty_sizes_of_a_whole_batch_are_a_handful_of_graphs():
     assert len(graphs) == made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ragged_streams_and_other_states_add_no_graphs():
     """Three for the microbatches (some number of samples, one, any) and one that applies."""
     settings, graphs = counting()

@@ -240,7 +240,7 @@ def test_groups_and_what_is_left_of_them_are_those_of_the_eager_step(options, ru
     assert "vmap" in GRAPHS[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [pytest.param({}, id="plain"), pytest.param(KEYED, id="keys", marks=pytest.mark.nightly)],

@@ -83,6 +83,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.nightly
 @slow
 @pytest.mark.parametrize(("name", "form"), [(n, f) for n, forms in PAIRS.items() for f in forms])
 def test_a_step_over_what_is_frozen_in_part_is_the_eager_one(name, form):
@@ -127,7 +128,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -186,7 +187,7 @@ def test_what_is_put_into_frozen_is_taken():
     assert len(graphs) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("part", "words"), [(0, "0.weight was frozen"), (2, "2.weight was trained")]
 )

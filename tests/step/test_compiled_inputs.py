@@ -22,7 +22,7 @@ def loss(w, x):
     return ((x * w) ** 2).mean()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("compile", [False, EAGER], ids=["eager", "compiled"])
 @pytest.mark.parametrize("rows", [300_000, 3])  # above 1 MiB of gradients a graph is in place
 def test_aux_that_is_a_parameter_is_that_before_the_step(rows, compile):
@@ -61,7 +61,7 @@ def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate):
     assert_trees_bitwise_equal(later, torch.ones(3) + batch_of(2).mean(0))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_batch_is_kept():
     """What is remembered of a kind of batches holds none of them."""
     step = pa.make_step(loss, pa.sgd(0.5), microbatch_size=2, compile=EAGER)

@@ -116,7 +116,7 @@ IN_SHORT = ("1 - decay",)
 ALIKE = ("linear decay", "since", "Weighted, 1 - decay", "in bfloat16", "a masked int", "a slice")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [
@@ -436,7 +436,7 @@ def test_a_tensor_around_the_loss_may_change_at_every_step():
     assert len(graphs) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "number", [lambda i: i / 2, pytest.param(lambda i: i, marks=pytest.mark.slow)]
 )

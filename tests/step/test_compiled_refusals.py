@@ -113,7 +113,7 @@ def keeps(params, batch):
     return value
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("loss", "line", "why"),
     [

@@ -454,7 +454,7 @@ def process(*argv):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.slow  # three processes that import torch
+@pytest.mark.nightly  # three processes that import torch
 def test_the_exit_status_tells_a_misfit_from_an_error():
     status, out, err = process("train.py:make")
     assert (status, out[:4], err) == (0, "fits", "")
