@@ -72,4 +72,5 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet -e '.[dev,testing]'
 	$(RUN) compileall -q pureaccum  # as pip does with what is not editable
+	$(RUN) tests.device.library  # a device in software, where there is a compiler for it
 	@touch $@

@@ -65,3 +65,7 @@ def build():
                 raise RuntimeError(f"{shlex.join(command)}\n{ended.stderr}")
             made.replace(library)
     return library
+
+
+if __name__ == "__main__":
+    print(reason_against() or build())

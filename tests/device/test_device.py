@@ -38,7 +38,7 @@ TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="a step is compiled for a GPU by Triton, which is not installed; CI does so every night",
 )
-FIRST = {"test_cuda_memory": (), "test_cuda_step": pytest.mark.slow}
+FIRST = {"test_cuda": (), "test_cuda_step": pytest.mark.slow}
 NIGHTLY = pytest.mark.nightly
 FILES = [
     *(

@@ -353,6 +353,7 @@ def test_from_torch_is_refused_under_a_transform(transform):
                 torch.func.jvp(func, (torch.ones(3),), (torch.ones(3),))
 
 
+@pytest.mark.slow
 def test_from_torch_is_refused_by_the_compiler():
     params = torch.ones(3)
     opt = pa.from_torch(torch.optim.Adagrad)

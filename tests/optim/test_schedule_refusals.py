@@ -204,6 +204,7 @@ def test_what_is_averaged_may_lie_in_any_dtype_of_its_average():
     AVERAGE.update(AVERAGE.init(PARAMS), PARAMS | {"b": torch.ones(1), "w": torch.ones(2).half()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0.5, 1])
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_number_that_the_compiler_would_keep_for_ever_is_refused(number, joined):

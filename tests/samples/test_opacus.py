@@ -64,6 +64,7 @@ def setup(name, dtype):
     return deepcopy(net), params, (x, y), loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("engine", ["vmap", "autograd"])
 @DTYPES
