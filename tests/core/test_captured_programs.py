@@ -432,6 +432,7 @@ def run(name, cut):
     return [w.grad]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "name",
     [
