@@ -44,7 +44,7 @@ def _moving_in_place(draw, seed):
 def _may_move(x):
     plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"
     mapped = torch._C._functorch.maybe_current_level() is not None
-    return plain and x.dtype in INTEGERS and not mapped and not torch.compiler.is_compiling()
+    return plain and x.dtype in INTEGERS and not mapped and not torch.compiler.is_dynamo_compiling()
 
 
 def neighbours(x, seed):
