@@ -46,8 +46,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.option.moved is not None:
-        os.environ[MOVED] = str(config.option.moved)  # ranks read it
+    if (seed := config.getoption("moved", None)) is not None:
+        os.environ[MOVED] = str(seed)  # ranks read it
     if MOVED in os.environ:
         move_draws(int(os.environ[MOVED]))
 

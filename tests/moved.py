@@ -49,9 +49,10 @@ def _may_move(x):
 
 def neighbours(x, seed):
     """Each number's next one, up or down as a hash of its bits and of the seed says."""
+    followed, x = x.requires_grad, x.detach()
     bits = x.contiguous().view(INTEGERS[x.dtype]).to(torch.int64)
     mixed = bits * 0x2545F4914F6CDD1D + seed * 0x1B873593  # as hashes do
     mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
     up = ((mixed >> 40) & 1).bool()
     moved = torch.nextafter(x, torch.where(up, torch.inf, -torch.inf).to(x.dtype))
-    return torch.where((x == 0) | (moved == 1), x, moved).requires_grad_(x.requires_grad)
+    return torch.where((x == 0) | (moved == 1), x, moved).requires_grad_(followed)
