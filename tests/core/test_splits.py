@@ -164,7 +164,7 @@ def test_integer_data_of_the_same_shape_agrees_between_all_splits():
     assert splits_that_agree(integers(random, 8, 2), batch) == 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_an_accumulator_in_16_bits_would_be_caught(narrow):
     """A quarter of the models that we draw, at least, have sums that 16 bits cannot hold."""

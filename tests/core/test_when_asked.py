@@ -173,6 +173,7 @@ NOBODY = {
 SLOW = {"torch.compile": pytest.mark.slow}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "run", [pytest.param(run, id=name, marks=SLOW.get(name, ())) for name, run in NOBODY.items()]
 )

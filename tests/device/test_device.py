@@ -38,7 +38,6 @@ TRITON = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="a step is compiled for a GPU by Triton, which is not installed; CI does so every night",
 )
-FIRST = {"test_cuda": (), "test_cuda_step": pytest.mark.slow}
 NIGHTLY = pytest.mark.nightly
 FILES = [
     *(
@@ -47,7 +46,7 @@ FILES = [
     ),
     pytest.param([HERE / "compiled.py"], id="compiled", marks=[NIGHTLY, TRITON]),
     *(
-        pytest.param([file], id=name, marks=FIRST.get(name, NIGHTLY))
+        pytest.param([file], id=name, marks=() if name == "test_cuda" else NIGHTLY)
         for name, file in {"launches": HERE / "launches.py", **FOR_A_GPU}.items()
         if name not in NOT_HERE
     ),

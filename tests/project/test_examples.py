@@ -53,7 +53,7 @@ def test_a_language_model_of_transformers_learns():
     check_language_model("Llama")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_digits_are_learned_and_a_run_goes_on(tmp_path):
     """Stopped after 200 steps of 300, it comes to the bits that it would have come to."""
     pytest.importorskip("sklearn", reason="needs scikit-learn")

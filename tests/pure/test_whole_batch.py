@@ -121,7 +121,7 @@ def first(module, batch):
     return module(batch[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @ways
 @pytest.mark.parametrize(
     ("make", "width", "sizes"),

@@ -92,7 +92,7 @@ def test_every_form_is_the_full_batch_update(kind, form):
     run()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_by_inductor_a_step_is_the_full_batch_update():
     """The default compiler; twice, since the second call takes what the first has made."""
     for seed in (0, 1):

@@ -247,7 +247,7 @@ MAPPED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [n if n in ("grad",) else pytest.param(n, marks=slow) for n in PROGRAMS]
 )

@@ -43,7 +43,7 @@ def test_aux_that_is_a_parameter_is_that_before_the_step(rows, compile):
     assert_trees_bitwise_equal(info.aux, w)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("donate", [False, True])
 def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate):
     """Also where the window is written to, which a stream that does not donate copies first."""

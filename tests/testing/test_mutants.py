@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def when(place):
     """One under dev, some under ci, all every night: what this tests is the other tests."""
-    often = pytest.mark.slow if place % 6 == 3 else pytest.mark.nightly
+    often = pytest.mark.slow if place % 12 == 3 else pytest.mark.nightly
     return () if place == 3 else often
 
 
