@@ -22,10 +22,6 @@ kinds = pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])
 run_seeds = st.integers(-(2**63), 2**64 - 1)
 
 
-def later(*cases):
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 def make_params(seed):
     g = generator(seed)
     return {"w": integers(g, 3, FEATURES, bound=3), "out": integers(g, FEATURES, bound=3)}
@@ -84,7 +80,9 @@ def drawn(data, kind):
     return params, batch, data.draw(run_seeds)
 
 
-@pytest.mark.parametrize("kind", ["weighted", *later("mean", "sum")])
+@pytest.mark.parametrize(
+    "kind", ["weighted", *(pytest.param(it, marks=pytest.mark.slow) for it in ("mean", "sum"))]
+)
 @examples(1 / 2)
 @given(data=st.data(), engine=st.sampled_from(["func", "autograd"]))
 def test_no_cut_moves_a_mask(kind, data, engine):
