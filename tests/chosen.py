@@ -2,8 +2,8 @@
 
 ``dev`` runs tests of promises that are not slow, ``ci`` also those that are slow and those of no
 promise, ``thorough`` everything. Of a test's cases, dev and ci run those that differ most: first
-the ones with entries of tables that no case before them has. A case that the command line names
-runs in any profile.
+the ones with entries of tables that no case before them has; of a slow test ci, too, runs a few. A
+case that the command line names runs in any profile.
 """
 
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ import pytest
 
 
 KINDS = ("promise", "given_up", "mechanism")
-CASES = {"dev": 4, "ci": 12}  # of each test; of one that is marked ``table`` each entry
+CASES = {"dev": 4, "ci": 8}  # of each test; of one that is marked ``table`` each entry
 ADDED_BY = {"dev": ("ci", "thorough"), "ci": ("thorough",), "thorough": ()}
 RUNS = {
     "dev": "the strongest tests of each promise, a few cases of each",
@@ -34,12 +34,14 @@ def choose(config, profile, items):
     config.stash[UNMARKED] = [item.nodeid for item in tests if protects(item) is None]
     runs = {item: _first_profile(item) for item in items}
     for cases in _by_function(tests).values():
+        slow = all(case.get_closest_marker("slow") for case in cases)
         for this, later in ("ci", "thorough"), ("dev", "ci"):
             mine = [case for case in cases if this in (runs[case], *ADDED_BY[runs[case]])]
             mine.sort(key=lambda case: runs[case] != "dev")  # the quick ones first
-            if len(mine) > CASES[this]:
+            most = CASES["dev" if slow else this]
+            if len(mine) > most:
                 table = mine[0].get_closest_marker("table") is not None
-                few = set(unlike(mine, CASES[this], every_entry=table))
+                few = set(unlike(mine, most, every_entry=table))
                 runs |= {case: later for case in mine if case not in few}
     named = tuple(arg.partition("::")[2] for arg in config.args if "[" in arg)
     added = [item for item in items if runs[item] in ADDED_BY[profile]]
@@ -67,23 +69,23 @@ def _by_function(items):
 
 
 def unlike(cases, fewest, every_entry):
-    """So many cases, each with as many entries of tables as possible that none before it has.
+    """So many cases, each with as many entries of tables as possible that few before it have.
 
     With ``every_entry``, more of them until there is no other entry.
     """
-    cases, met, chosen = list(cases), set(), []
-    while cases:
-        best = max(cases, key=lambda case: len(_entries(case) - met))
-        if len(chosen) >= fewest and not (every_entry and _entries(best) - met):
+    left, met, chosen = {case: [*enumerate(case.callspec._idlist)] for case in cases}, Counter(), []
+
+    def known(case):
+        times = [met[entry] for entry in left[case]]
+        return sum(map(bool, times)), sum(times)
+
+    while left:
+        best = min(left, key=known)
+        if len(chosen) >= fewest and not (every_entry and known(best)[0] < len(left[best])):
             break
-        met |= _entries(best)
-        cases.remove(best)
+        met.update(left.pop(best))
         chosen.append(best)
     return chosen
-
-
-def _entries(case):
-    return set(case.callspec.indices.items())
 
 
 def summary(profile, left_out, skipped):

@@ -1,6 +1,6 @@
 """What ranks compare: everything that they have to hold alike, and nothing that is their own."""
 
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -25,7 +25,11 @@ from tests.states import STATES
 
 pytestmark = [pytest.mark.laws, pytest.mark.mechanism]
 HERE = torch.device("cpu")
-trees = {name: make() for name, make in STATES.items()}
+
+
+@cache
+def state_of(name):
+    return STATES[name]()
 
 
 def leaves_of(tree):
@@ -44,24 +48,24 @@ def flipped(x, bit):
     return x
 
 
-@pytest.mark.parametrize("name", trees)
+@pytest.mark.parametrize("name", STATES)
 @given(data=st.data())
 def test_any_bit_is_seen_where_all_is_read(name, data):
-    leaves, spec = optree.tree_flatten(trees[name], namespace="pureaccum")
+    leaves, spec = optree.tree_flatten(state_of(name), namespace="pureaccum")
     at = data.draw(st.sampled_from([i for i, x in enumerate(leaves) if x.numel()]))
     other = [*leaves]
     other[at] = flipped(leaves[at], data.draw(st.integers(0, 2**16)))
-    one, two = claimed(trees[name]), claimed(optree.tree_unflatten(spec, other))
+    one, two = claimed(state_of(name)), claimed(optree.tree_unflatten(spec, other))
     assert one.kind == two.kind
     assert one.bits != two.bits
-    again = claimed(optree.tree_map(torch.clone, trees[name], namespace="pureaccum"))
+    again = claimed(optree.tree_map(torch.clone, state_of(name), namespace="pureaccum"))
     assert (again.kind, again.bits, again.few) == (one.kind, one.bits, one.few)
 
 
 @given(data=st.data(), name=st.sampled_from(["trained", "first", "loss scale"]))
 def test_small_leaves_are_seen_at_every_call(name, data):
     """Counts, scales, rates and keys: by the host, and the same on a device."""
-    leaves, spec = optree.tree_flatten(trees[name], namespace="pureaccum")
+    leaves, spec = optree.tree_flatten(state_of(name), namespace="pureaccum")
     small = [i for i, x in enumerate(leaves) if 0 < x.numel() <= 2]
     at = data.draw(st.sampled_from(small))
     other = [*leaves]
@@ -85,7 +89,7 @@ def test_the_order_of_numbers_counts_on_a_device(numbers, data):
 
 def test_all_is_read_at_the_first_call_and_more_and_more_seldom():
     agreed = agreement({})
-    state = trees["first"]
+    state = state_of("first")
     read = [
         claim(agreed, "here", {}, {"state": state}, HERE, "").bits != NOT_READ for _ in range(20)
     ]
@@ -95,13 +99,13 @@ def test_all_is_read_at_the_first_call_and_more_and_more_seldom():
     claims = [claim(agreed, "here", {}, {"state": state}, far, "") for _ in range(20)]
     assert [i for i, it in zip(count(1), claims, strict=False) if it.look] == [1, 2, 4, 8, 16]
     assert [it.bits != NOT_READ for it in claims] == [True] + [False] * 19
-    other = trees["trained"]._replace(params=torch.ones(3))
+    other = state_of("trained")._replace(params=torch.ones(3))
     new = claim(agreed, "here", {}, {"state": other}, HERE, "")
     assert new.bits != NOT_READ  # of another structure
 
 
 def test_claims_that_nobody_looks_at_are_compared_on_the_device():
-    one, other = claimed(trees["first"]), claimed(trees["trained"])
+    one, other = claimed(state_of("first")), claimed(state_of("trained"))
     unseen = one._replace(look=False)
     of_all = torch.stack([one.numbers(), one.numbers()])
     assert compare(one, of_all, None) is None

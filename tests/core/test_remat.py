@@ -306,6 +306,7 @@ GIVEN_UP = dict.fromkeys(NO_LEAVES, "captured") | {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "name",
     [

@@ -274,7 +274,7 @@ def test_what_is_left_out_stays_out_though_nothing_else_has_its_weight():
 # Two sweeps -----------------------------------------------------------------------------------
 
 
-COMPILED = pytest.param(taken(3, compile={"backend": "eager"}), marks=pytest.mark.slow)
+COMPILED = pytest.param(taken(3, compile={"backend": "eager"}), marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("run", [gradient(3), taken(3), COMPILED])

@@ -23,6 +23,7 @@ from pureaccum._core.auto_size import counting
 from pureaccum.curvature import Operator, cg, diagonal, fisher_vp, ggnvp, hvp, trace
 from tests.draws import examples
 from tests.dropped import is_dropped
+from tests.tables import every_night
 
 
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("curvature")]
@@ -317,7 +318,7 @@ def test_threads():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every_night(KINDS, but=["hessian"]))
 def test_estimates_are_as_near_as_they_say(kind):
     problem = Problem("norm")
     of = partial(problem.products(microbatch_size=4)[kind], problem.params, problem.batch)

@@ -138,6 +138,7 @@ def outcomes():
 
 
 @pytest.mark.slow
+@pytest.mark.table  # all run at once
 @pytest.mark.parametrize(
     "name",
     [

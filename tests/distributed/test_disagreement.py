@@ -526,6 +526,7 @@ MARKED = {
 
 
 @pytest.mark.slow
+@pytest.mark.table  # all run at once
 @pytest.mark.parametrize("name", [pytest.param(it, marks=MARKED.get(it, ())) for it in CASES])
 def test_ranks_that_disagree_all_raise_and_keep_their_states(told, name):
     failed = [text for text in told[name] if text]

@@ -4,6 +4,7 @@ Otherwise a new field would shift all others in silence.
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ import pureaccum
 pytestmark = [pytest.mark.laws, pytest.mark.promise("documented")]
 
 PACKAGE = Path(pureaccum.__file__).parent
-TREES = {
-    str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")
-}
+
+
+@cache
+def trees():
+    files = PACKAGE.rglob("*.py")
+    return {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in files}
 
 
 def fields(node):
@@ -26,12 +30,11 @@ def fields(node):
     return sum(isinstance(x, ast.AnnAssign) for x in node.body)
 
 
-RECORDS = {
-    node.name: fields(node)
-    for tree in TREES.values()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef) and fields(node) >= 5
-}
+@cache
+def records():
+    """The number of fields of each record that has five or more."""
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    return {node.name: fields(node) for node in nodes if fields(node) >= 5}
 
 
 def by_position(tree):
@@ -41,7 +44,7 @@ def by_position(tree):
             if isinstance(node.args[0], ast.Starred) and len(node.args) + len(node.keywords) == 1:
                 continue
             name = ast.unparse(node.func).split(".")[-1]
-            if name in RECORDS:
+            if name in records():
                 yield f"line {node.lineno}: {name}"
 
 
@@ -51,7 +54,7 @@ def sliced(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
         arguments = [*function.args.args, *function.args.kwonlyargs]
-        its = {x.arg for x in arguments if x.annotation and ast.unparse(x.annotation) in RECORDS}
+        its = {x.arg for x in arguments if x.annotation and ast.unparse(x.annotation) in records()}
         for node in ast.walk(function):
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) in its:
                 yield f"line {node.lineno}: {ast.unparse(node)}"
@@ -59,17 +62,17 @@ def sliced(tree):
 
 @pytest.mark.slow
 def test_records_are_built_by_keyword():
-    assert not {name: found for name, tree in TREES.items() if (found := [*by_position(tree)])}
+    assert not {name: found for name, tree in trees().items() if (found := [*by_position(tree)])}
 
 
 @pytest.mark.slow
 def test_records_are_not_sliced():
-    assert not {name: found for name, tree in TREES.items() if (found := [*sliced(tree)])}
+    assert not {name: found for name, tree in trees().items() if (found := [*sliced(tree)])}
 
 
 def test_the_parser_sees_what_it_looks_for():
-    assert RECORDS["AccumState"] == 8
-    assert "Weighted" not in RECORDS
+    assert records()["AccumState"] == 8
+    assert "Weighted" not in records()
     tree = ast.parse("def f(a: AccumState, b: Any):\n  AccumState(1, grads=2)\n  a[1:]\n  b[1:]\n")
     assert [*by_position(tree)] == ["line 2: AccumState"]
     assert [*sliced(tree)] == ["line 3: a[1:]"]

@@ -127,7 +127,7 @@ def first(module, batch):
     ("make", "width", "sizes"),
     [
         (resnets.resnet18, 8, [3, 1, 5, 11, 16, (3, 7, 1, 5), 32]),
-        pytest.param(resnets.resnet101, 4, [3, (3, 7, 1, 5)], marks=pytest.mark.slow),
+        (resnets.resnet101, 4, [3, (3, 7, 1, 5)]),
     ],
     ids=["resnet18", "resnet101"],
 )
@@ -249,17 +249,9 @@ NETWORKS = {
 }
 
 
-# The two quick ways take turns.
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, id=f"{name}-{way}", marks=pytest.mark.slow if way != quick else ())
-        for i, name in enumerate(NETWORKS)
-        for quick in [("backward", "pa.grad")[i % 2]]
-        for way in WAYS
-    ],
-)
+@ways
+@pytest.mark.parametrize("name", NETWORKS)
 def test_networks_of_other_shapes_are_the_full_batch_s(name, way):
     make, batch = NETWORKS[name]
     check(make().double(), batch, [1, 2, 4, 7, 11, (3, 7, 1)], way=way)

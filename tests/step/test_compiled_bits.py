@@ -19,6 +19,7 @@ from tests.draws import examples, generator
 from tests.exactly import LOSSES, copied, full_batch, integers, make_batch, make_params, row_losses
 from tests.problems import in_a_window
 from tests.step.problems import pair
+from tests.tables import every_night
 
 
 pytestmark = [pytest.mark.exact, pytest.mark.promise("compiled")]
@@ -68,13 +69,9 @@ def check(kind, form, params, batch, settings="eager"):
         ("mean", "scan"),
         pytest.param("sum", "scan", marks=pytest.mark.nightly),
         pytest.param("weighted", "scan", marks=pytest.mark.nightly),
-        pytest.param(
-            "sum", "unrolled", marks=[pytest.mark.nightly, pytest.mark.given_up("recipes")]
-        ),
-        pytest.param(
-            "weighted", "unrolled", marks=[pytest.mark.slow, pytest.mark.given_up("recipes")]
-        ),
-        pytest.param("mean", "loop", marks=pytest.mark.slow),
+        pytest.param("sum", "unrolled", marks=pytest.mark.given_up("recipes")),
+        pytest.param("weighted", "unrolled", marks=pytest.mark.given_up("recipes")),
+        ("mean", "loop"),
     ],
 )
 def test_every_form_is_the_full_batch_update(kind, form):
@@ -280,7 +277,7 @@ def test_an_overflow_in_a_group_lowers_the_loss_scale():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", every_night([False, True], but=[False]))
 def test_a_stream_is_the_full_batch_update(donate):
     """In microbatches of any size; a window that was not donated can be gone on with."""
     ours, eager = steps("weighted", "aot_eager" if donate else "eager", donate=donate)

@@ -84,7 +84,6 @@ PAIRS = {
 
 
 @pytest.mark.nightly
-@slow
 @pytest.mark.parametrize(("name", "form"), [(n, f) for n, forms in PAIRS.items() for f in forms])
 def test_a_step_over_what_is_frozen_in_part_is_the_eager_one(name, form):
     """And the module is as it was."""
@@ -131,11 +130,7 @@ CHANGES = {
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "change"),
-    [
-        pytest.param(n, c, marks=() if (n, c) == ("a layer", "data") else slow)
-        for n in ("a layer", "a teacher")
-        for c in CHANGES
-    ],
+    [(n, c) for n in ("a layer", "a teacher") for c in CHANGES],
 )
 def test_what_is_frozen_is_what_the_module_holds_now(name, change):
     """As for a teacher that is an average; only eager code can see that another object is there."""
@@ -248,9 +243,7 @@ MAPPED = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", [n if n in ("grad",) else pytest.param(n, marks=slow) for n in PROGRAMS]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_graph_of_the_users_own_takes_what_is_frozen(name):
     program = PROGRAMS[name]
     got = torch.compile(program, backend="eager", fullgraph=True)(FN.params)
@@ -258,9 +251,7 @@ def test_a_graph_of_the_users_own_takes_what_is_frozen(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n if n in ("vmap of grad",) else pytest.param(n, marks=slow) for n in MAPPED]
-)
+@pytest.mark.parametrize("name", MAPPED)
 def test_under_a_vmap_of_the_parameters_what_is_frozen_is_refused_in_a_graph_too(name):
     """Members may differ in it, whichever transforms are between; what is given is taken."""
     words = "vmap maps the parameters"

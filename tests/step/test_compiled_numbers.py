@@ -199,21 +199,19 @@ PLACES = {
 # Each place comes once, with open sizes or without, and a closure comes with both: where nothing
 # is open, a number of a batch that is scanned is what all of the cases above are.
 OPEN = ("batch", "stream", "a closure", "a global")
-UNROLLED = [pytest.mark.given_up("recipes")]
+
+
+def marks(place):
+    if PLACES[place][0] == "unrolled":
+        return pytest.mark.given_up("recipes")
+    return () if place == "batch" else pytest.mark.nightly
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [pytest.param("a closure", None, marks=UNROLLED)]
-    + [
-        pytest.param(
-            n,
-            True if n in OPEN else None,
-            marks=[pytest.mark.slow, *(UNROLLED if PLACES[n][0] == "unrolled" else ())],
-        )
-        for n in PLACES
-    ],
+    [pytest.param("a closure", None, marks=marks("a closure"))]
+    + [pytest.param(n, True if n in OPEN else None, marks=marks(n)) for n in PLACES],
 )
 def test_a_number_is_a_constant_wherever_the_loss_reads_it(name, dynamic):
     """In every form of a step; with open sizes too. Ints are no more left open than floats are."""
@@ -236,16 +234,10 @@ def test_a_number_is_a_constant_wherever_the_loss_reads_it(name, dynamic):
     assert len(graphs) == each * len(numbers) + (form in ("stream", "loop"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [
-        ("a closure", None),
-        *(
-            pytest.param(n, True if n in OPEN else None, marks=pytest.mark.slow)
-            for n in ("shared", "a closure", "a module")
-        ),
-    ],
+    [("a closure", None), ("a closure", True), ("shared", None), ("a module", None)],
 )
 def test_a_number_is_a_constant_of_a_batch_that_is_not_cut(name, dynamic):
     """Wherever the loss reads it: a graph a value."""
@@ -339,8 +331,8 @@ NINTH = {
 }
 
 
-@pytest.mark.slow  # nine graphs each
-@pytest.mark.parametrize("name", every_night(NINTH, but=("shared",)))
+@pytest.mark.nightly  # nine graphs each
+@pytest.mark.parametrize("name", NINTH)
 def test_the_ninth_value_of_a_number_is_refused_by_name(name):
     """With what to write in its place, before anything is done; the eight others go on."""
     loss, given, leaf, number = NINTH[name]
@@ -399,13 +391,10 @@ def test_two_numbers_have_eight_values_each():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [F32, pytest.param(F64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize(
     "number",
-    [
-        pytest.param(lambda i: i / 16, id="float"),
-        pytest.param(lambda i: i, id="int", marks=pytest.mark.slow),
-    ],
+    [pytest.param(lambda i: i / 16, id="float"), pytest.param(lambda i: i, id="int")],
 )
 def test_a_tensor_may_change_at_every_step(number, dtype):
     """That which the refusal writes, as eager takes it."""
@@ -484,7 +473,7 @@ def test_a_number_is_a_constant_by_inductor(numbers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["whole", "stream"])
+@pytest.mark.parametrize("form", every_night(["whole", "stream"], but=["whole"]))
 def test_a_number_is_as_wide_as_what_it_meets(form):
     """Whatever this step has met before: 0.1 is not that of a narrower state."""
 

@@ -118,17 +118,12 @@ def keeps(params, batch):
     ("loss", "line", "why"),
     [
         (branches, "if value > 0", "torch.where, which computes both sides"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (lists, 'batch["x"].tolist()', "Keep the value a tensor"),
-                (prints, 'print("the loss")', "Return values to print as aux"),
-                (logs, 'LOG.info("the loss")', "Return values to log as aux"),
-                (gets_a_logger, 'logging.getLogger("mine")', ""),
-                (opens, "with open(__file__):", "a graph only computes on tensors"),
-                (keeps, "KEPT.append(value.detach())", "Return the value as aux"),
-            )
-        ),
+        (lists, 'batch["x"].tolist()', "Keep the value a tensor"),
+        (prints, 'print("the loss")', "Return values to print as aux"),
+        (logs, 'LOG.info("the loss")', "Return values to log as aux"),
+        (gets_a_logger, 'logging.getLogger("mine")', ""),
+        (opens, "with open(__file__):", "a graph only computes on tensors"),
+        (keeps, "KEPT.append(value.detach())", "Return the value as aux"),
     ],
 )
 def test_the_line_that_does_not_compile_is_named(loss, line, why):
@@ -221,14 +216,8 @@ SAME = {
 }
 
 
-# With aux, and of a loss that runs, graphs are made before anything is refused: that takes seconds.
-SLOW = ("aux that cannot be joined", "aux that is missing", "aux that nobody announced")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SAME]
-)
+@pytest.mark.parametrize("name", SAME)
 def test_errors_have_the_words_of_the_eager_step(name):
     """And a state that was to be given up is as good as before."""
     options, change = SAME[name]
@@ -243,7 +232,7 @@ def test_errors_have_the_words_of_the_eager_step(name):
     assert said[0] == said[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_batch_norm_that_is_given_one_row_has_the_words_of_the_eager_step():
     """After other numbers of samples have been compiled."""
     said = []
@@ -331,7 +320,7 @@ def tied(params, batch):
     return ((batch["x"] @ params["a"] @ params["b"].T) ** 2).mean()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.promise("donation")
 def test_tied_leaves_are_not_written_to_twice():
     step, eager = pair(tied, pa.sgd(0.25, momentum=0.5), donate=True)
@@ -378,7 +367,7 @@ def failing(graph, inputs):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.promise("donation")
 def test_only_a_graph_that_failed_while_it_ran_spoils_a_window():
     step = make(donate=True, loss=raises, compile={"backend": failing})
@@ -402,7 +391,7 @@ def test_only_a_graph_that_failed_while_it_ran_spoils_a_window():
     assert good(state, batch)[1].applied
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.promise("donation")
 def test_a_donated_window_is_given_up():
     step = make(donate=True, compile=IN_PLACE)

@@ -11,7 +11,6 @@ import pureaccum as pa
 from tests.problems import in_a_window
 from tests.step.problems import assert_close, counting, loss, make_batch, make_params, pair
 from tests.step.test_memory_report import allocated
-from tests.tables import every_night
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
@@ -74,18 +73,12 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [
-        *every_night(
-            [n for n in RUNS if "unrolled" not in n], but=("rows in a scan", "widths in a loop")
-        ),
-        *(
-            pytest.param(n, marks=[pytest.mark.nightly, pytest.mark.given_up("recipes")])
-            for n in RUNS
-            if "unrolled" in n
-        ),
+        pytest.param(n, marks=pytest.mark.given_up("recipes") if "unrolled" in n else ())
+        for n in RUNS
     ],
 )
 def test_dropout_compiles_at_any_shape(name):
@@ -110,14 +103,10 @@ def test_dropout_compiles_in_a_second_model():
         assert step(state, torch.randn(8, width))[1].applied
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("size", "table", "all_rows", "limit"),
-    [
-        (4, 0, (14, 11), 1),
-        pytest.param(None, 0, (3, 4, 5, 6, 1), 2, marks=pytest.mark.nightly),
-        pytest.param(4, ROWS, (18, 19), 2, marks=pytest.mark.nightly),
-    ],
+    [(4, 0, (14, 11), 1), (None, 0, (3, 4, 5, 6, 1), 2), (4, ROWS, (18, 19), 2)],
 )
 def test_dropout_compiles_at_any_number_of_rows(size, table, all_rows, limit):
     """A graph for any number of samples does not compile, and one for each of them does."""
@@ -137,7 +126,7 @@ def test_dropout_compiles_in_a_ragged_stream():
     assert step.apply(state, window)[1].weight == 12
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_other_size_is_open():
     """Of a second model of other widths in the same process, or of another length."""
     seen = []
@@ -165,7 +154,7 @@ def test_each_microbatch_of_a_list_of_sizes_goes_through_a_graph():
     assert len(graphs) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_open_sizes_are_had_for_the_asking():
     """``dynamic`` is torch's own word, and shapes then share a graph."""
     settings, graphs = counting()
@@ -205,8 +194,8 @@ def two_layers(p, x):
     return ((x @ p["w1"]).tanh() @ p["w2"]).square().mean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", every_night(["unrolled", "scan", "stream"], but=["scan"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", ["unrolled", "scan", "stream"])
 def test_each_model_of_one_step_has_graphs_of_its_own(form):
     """So torch's limit (here one) is none, and a model that came before is not compiled again."""
     settings, graphs = counting()

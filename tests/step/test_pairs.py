@@ -43,7 +43,7 @@ def test_two_features_go_together(pair):
     check(pair)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
 def test_two_features_go_together_on_ranks():
     """One test, since processes are started once for all pairs."""

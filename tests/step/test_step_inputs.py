@@ -120,8 +120,7 @@ MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": to
     ("mode", "compile"),
     [
         *((mode, False) for mode in MODES),
-        pytest.param("inference", EAGER, marks=pytest.mark.slow),
-        *(pytest.param(mode, EAGER, marks=pytest.mark.nightly) for mode in ("no_grad", "grad")),
+        *(pytest.param(mode, EAGER, marks=pytest.mark.nightly) for mode in MODES),
     ],
 )
 def test_the_mode_around_it_does_not_matter(mode, compile):

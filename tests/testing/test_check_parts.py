@@ -210,11 +210,11 @@ def few(batch):  # what holds for a few samples alone does not hold
 
 COUPLED, RANDOM = "batch coupling", "randomness"
 EXPERIMENTS = {
+    "a norm": (lambda w, b: F.batch_norm(b["x"] * w, 0 * W, 0 * W + 1).amax(), COUPLED, "a mean."),
     "weights": (mean, "mean of means", WEIGHTS),
     "weights that are not": (lambda w, b: pa.Weighted(mean(w, b), 1), "weight", ADDED),
     "a mean": (lambda w, b: pa.Weighted(mean(w, b), b["m"].sum()), "weight", "a mean already"),
     "places": (lambda w, b: (b["x"] @ w).cumsum(0).sum(), COUPLED, "the order of the samples, too"),
-    "a norm": (lambda w, b: F.batch_norm(b["x"] * w, 0 * W, 0 * W + 1).amax(), COUPLED, "a mean."),
     "Python": (lambda w, b: squares(w, b["x"] + random.random()), RANDOM, "Python's generator"),
     "NumPy": (lambda w, b: squares(w, b["x"] + np.random.random()), RANDOM, "NumPy's generator"),
     "torch": (lambda w, b: squares(w, F.dropout(nn.Identity()(b["x"]))), RANDOM, "torch's dropout"),

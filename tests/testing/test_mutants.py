@@ -45,7 +45,7 @@ def test_a_fault_is_one_and_says_which(name):
     assert source.count(fault["old"]) == 1
     assert fault["new"] not in (fault["old"], source)
     assert fault["says"].endswith(".")
-    assert fault["profile"] in ("dev", "ci")
+    assert fault["profile"] in ("dev", "ci", "thorough")
     compile(source.replace(fault["old"], fault["new"]), fault["file"], "exec")
 
 

@@ -92,6 +92,7 @@ def grow(x):
 
 
 KEEPERS = {
+    "a cell": in_a_cell,
     "a default": in_a_default,
     "a namespace": held(lambda: SimpleNamespace(n=0), lambda x: setattr(x, "n", x.n + 1)),
     "a queue": held(lambda: deque([0], maxlen=3), lambda x: x.append(len(x))),
@@ -102,7 +103,6 @@ KEEPERS = {
         lambda: torch.zeros((), dtype=torch.int64), lambda x: x.add_(1).remainder_(2)
     ),
     "hooks": held(nn.Identity, lambda x: x.register_forward_hook(lambda *_: None)),
-    "a cell": in_a_cell,
     "a global": in_a_global,
     "arguments of a partial": in_arguments,
     "the owner of a method": in_the_owner,
