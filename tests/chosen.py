@@ -12,6 +12,7 @@ import pytest
 
 
 KINDS = ("promise", "given_up", "mechanism")
+SLOW_DOCTESTS = ("strategies.data.exact_trees", "strategies.data.batches")  # which shrink
 CASES = {"dev": 4, "ci": 8}  # of each test; of one that is marked ``table`` each entry
 ADDED_BY = {"dev": ("ci", "thorough"), "ci": ("thorough",), "thorough": ()}
 RUNS = {
@@ -53,6 +54,8 @@ def choose(config, profile, items):
 
 
 def _first_profile(item):
+    if isinstance(item, pytest.DoctestItem):
+        return "ci" if item.name.endswith(SLOW_DOCTESTS) else "dev"
     promised = protects(item) in ("promise", None)
     if item.get_closest_marker("nightly"):
         return "thorough"

@@ -23,6 +23,7 @@ from tests.refusals import saying
 
 
 pytestmark = [
+    pytest.mark.slow,  # ranks write what is read
     pytest.mark.table,
     pytest.mark.faults,
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
@@ -77,7 +78,6 @@ def assert_refused(run, *words):
         pa.load(run, LIKE)
 
 
-@pytest.mark.slow
 def test_of_many_missing_shards_the_first_is_named(run):
     for shard in NAMES[1:]:
         (run / shard).unlink()
@@ -86,7 +86,6 @@ def test_of_many_missing_shards_the_first_is_named(run):
     assert_refused(run, "neither a file nor a folder")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", NAMES)
 def test_a_shard_that_is_cut_is_named(run, shard):
     whole = (run / shard).read_bytes()
@@ -97,7 +96,6 @@ def test_a_shard_that_is_cut_is_named(run, shard):
     assert_refused(run, shard)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", NAMES)
 def test_a_shard_with_any_byte_flipped_is_named(run, shard):
     """Of the header, of numbers and of checksums."""
@@ -113,7 +111,6 @@ def test_a_shard_with_any_byte_flipped_is_named(run, shard):
 ODD = {"is missing": lambda saved, run: run.unlink(), "of another save": shutil.copy}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", NAMES)
 @pytest.mark.parametrize("words", ODD)
 def test_a_shard_that_is_not_that_of_the_run_is_named(run, saved, shard, words):
@@ -183,7 +180,7 @@ def piece(x, at, whole=(8, 3)):
 
 
 # As for all tests on ranks: more than two are for the profiles that run everything.
-worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+worlds = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 
 
 def on_ranks(world, func, folder):
@@ -339,7 +336,6 @@ def dies_in_a_save(folder, rank, world):
     assert "was not loaded. Likely cause: another rank died" in caught.value.__notes__[0]
 
 
-@pytest.mark.slow
 @worlds
 def test_after_a_rank_died_in_a_save_the_others_raise(tmp_path, world):
     """The others hear of it; nothing of the save is there, and what was before is whole."""
@@ -366,7 +362,6 @@ def full_on_one(folder, rank, world):
     return "saved"
 
 
-@pytest.mark.slow
 @worlds
 def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path, world):
     pytest.importorskip("resource", reason="Windows has no such limits")

@@ -161,6 +161,7 @@ def saves_what_all_hold(folder, rank, world):
     pa.save(f"{folder}/run", leaves)
 
 
+@pytest.mark.slow
 def test_ranks_write_about_as_much(tmp_path):
     """What all of them hold goes round, so that none writes it all."""
     assert run_on_ranks(2, partial(saves_what_all_hold, str(tmp_path))) == [End()] * 2

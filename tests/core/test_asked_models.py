@@ -243,6 +243,7 @@ def ask(it, params, calls=8):
     pa.value(it.loss, microbatch_size=SIZE)(params, it.batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), some(FITS, *DTYPES))
 def test_what_fits_is_not_refused(name, dtype):
     ask(*made(name, dtype))

@@ -146,6 +146,7 @@ def test_a_loss_that_is_off_is_refused_by_the_eighth_call(species, dtype, some):
             torch.testing.assert_close(got, plain, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), asked_of("randomness".__eq__))
 def test_losses_whose_rows_are_apart_but_for_chance_are_not_refused(species, dtype):
     for way, size in pairs(species):

@@ -38,6 +38,7 @@ def test_each_transform_is_that_of_torch_func(transform, ours, problem):
     problem.check(transform, ours)
 
 
+@pytest.mark.slow
 @each
 @examples(1 / 8, fewest=8)  # each is eight nests: 0.6 s
 @example(make("weighted", "skip", 1, 5, 2))

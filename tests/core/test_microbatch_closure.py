@@ -194,6 +194,7 @@ def uncut(func, _size, **_):
     return func
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", NESTS)
 @examples(1 / 4, fewest=12)  # each is ten nests: 0.3 s
 @given(st.sampled_from(FORMS), cuts, seeds())

@@ -443,8 +443,9 @@ CALLED = {
 @pytest.mark.parametrize(
     ("how", "captured"),
     [
-        *((how, False) for how in CALLED),
-        *((how, True) for how in CALLED if how != "under vmap"),
+        *((how, False) for how in CALLED if how != "compiled"),
+        *((how, True) for how in ("plainly", "with a gradient")),
+        *(pytest.param("compiled", it, marks=pytest.mark.slow) for it in (False, True)),
         pytest.param("under vmap", True, marks=pytest.mark.given_up("captured")),
     ],
 )

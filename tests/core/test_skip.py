@@ -85,6 +85,7 @@ def test_a_skipped_microbatch_leaves_no_trace(kind, engine, faulty, parts, donat
     assert (state.microbatches, state.skipped, state.nonfinite) == (len(parts), skipped, skipped)
 
 
+@pytest.mark.slow
 @cases
 @examples(1 / 6)
 @given(faulty=faulty_batches(), size=st.integers(1, ROWS), narrow=st.booleans())

@@ -295,6 +295,7 @@ def test_some_leaves_are_a_few_percent_off_and_none_is_zero():
     assert all(1e-4 < x < 0.05 for x in off.values()), off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hvp", "ggnvp", "fisher_vp"])
 @pytest.mark.parametrize("name", some_of(ACTIVATIONS, 2))
 def test_an_activation_in_a_body(name, kind):

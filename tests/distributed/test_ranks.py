@@ -54,6 +54,7 @@ def in_every_rank(tree):
             assert_trees_bitwise_equal(other, of_all[0])
 
 
+@pytest.mark.slow
 @on_ranks(2, 4)
 @in_step()
 @given(data=st.data(), kind=kinds, donate=st.booleans(), later=st.booleans(), squares=st.booleans())

@@ -85,6 +85,7 @@ def ported(path="", stop=STEPS):
 ORIGINAL, PORTED = [original], [ported]
 
 
+@pytest.mark.slow
 def test_it_is_the_original_in_microbatches_of_tasks():
     assert near(ported(), original()) <= 2.0**-26.5
 

@@ -71,12 +71,14 @@ def test_the_digits_are_learned_and_a_run_goes_on(tmp_path):
         assert (whole / "digits.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["contrastive", "triplet", "mixture_of_experts"])
 def test_the_examples_of_coupled_losses_learn(name):
     first, last = main(name)(steps=8, rows=96)
     assert last < first
 
 
+@pytest.mark.slow
 def test_a_balance_of_the_batch_is_no_mean_of_balances():
     """Summed it is exact, rematerialised or not; other balances are off as the guide says."""
     example = runpy.run_path(str(EXAMPLES / "mixture_of_experts.py"))

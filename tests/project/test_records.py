@@ -70,6 +70,7 @@ def test_records_are_not_sliced():
     assert not {name: found for name, tree in trees().items() if (found := [*sliced(tree)])}
 
 
+@pytest.mark.slow
 def test_the_parser_sees_what_it_looks_for():
     assert records()["AccumState"] == 8
     assert "Weighted" not in records()

@@ -393,6 +393,7 @@ MEANWHILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEANWHILE)
 def test_what_another_thread_compiles_is_not_taken_for_what_runs_here(name):
     """``torch.compiler.is_compiling()`` is true of all threads while one of them compiles."""
@@ -481,6 +482,7 @@ def training(fn, engine, seed):
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("width", [8, 256])
 def test_a_snapshot_is_evaluated_while_another_thread_trains(engine, width):

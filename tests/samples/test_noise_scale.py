@@ -238,6 +238,7 @@ def test_averages_are_corrected_for_their_beginning(seed, decay, n):
         assert (getattr(running.read(averages), field) - want).abs() <= slack * size
 
 
+@pytest.mark.slow
 @decays
 def test_one_batch_has_no_interval(decay):
     """What rounding leaves of a variance of zero tells nothing."""

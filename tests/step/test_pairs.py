@@ -16,23 +16,24 @@ STREAM_WEIGHTS = {("stream", "terms"), ("skip", "terms")}
 PAGE = Path(__file__).parents[2] / "examples" / "guide" / "together.md"
 
 
-def given_up(pair):
-    """The marks of what the next version has no more."""
+def marks(pair):
+    """That it is slow, and that the next version has it no more."""
     if "budget" in pair:
-        return [pytest.mark.given_up("memory budget")]
-    return [pytest.mark.given_up("stream weights")] if pair in STREAM_WEIGHTS else []
+        yield pytest.mark.given_up("memory budget")
+    if pair in STREAM_WEIGHTS:
+        yield pytest.mark.given_up("stream weights")
+    if "compile" in pair:
+        yield pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     "pair",
     [
-        *(pytest.param(it, id=it[0], marks=given_up(it)) for it in ALONE),
+        *(pytest.param(it, id=it[0], marks=[*marks(it)]) for it in ALONE),
         *(
             # Every feature is in several of those that are quick.
             pytest.param(
-                it,
-                id="+".join(it),
-                marks=[*([pytest.mark.slow] if "compile" in it or i % 2 else []), *given_up(it)],
+                it, id="+".join(it), marks=[*([pytest.mark.slow] if i % 2 else []), *marks(it)]
             )
             for i, it in enumerate(pairs())
             if not RANKS & {*it}

@@ -90,6 +90,7 @@ def test_what_is_shared_is_whole_for_every_microbatch(form, seed, sizes, beta):
     assert torch.equal(state.params, w - want)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("sizes")
 def test_what_is_shared_is_whole_where_a_size_is_looked_for():
     x, w, guide = integers(0, ROWS, 2), torch.tensor([1.0, -2.0]), teacher(1)

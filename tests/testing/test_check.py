@@ -183,6 +183,7 @@ def test_splits_may_be_given():
     assert report_of(squares, splits=[[4, 4]]).fits
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_report():
     assert report_of(grows, seed=3) == report_of(grows, seed=3)
 
@@ -213,6 +214,7 @@ def test_weights_are_drawn_where_the_batch_has_them():
 # What is given ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_an_assertion_that_carries_the_report():
     with pytest.raises(AssertionError, match="sum as mean") as caught:
         assert_accumulates(grows, W, X)

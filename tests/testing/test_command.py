@@ -344,6 +344,7 @@ def test_of_a_loss_that_fits_the_command_says_so(target, capsys):
     assert capsys.readouterr().out.startswith("fits")
 
 
+@pytest.mark.slow
 def test_options_override_the_file(capsys):
     assert check("train.py:make_total", "--reduction", "mean") == 1
     assert check("train.py:make", "--reduction", "sum") == 1
@@ -356,6 +357,7 @@ def test_options_override_the_file(capsys):
     assert len(splits) == 2
 
 
+@pytest.mark.slow
 def test_weights_are_given_by_name():
     """A mask that masks nothing hides what the loss makes of one."""
     write("""\

@@ -61,6 +61,7 @@ def test_a_cause_hides_no_other_and_adds_none(loss, kinds):
     assert ("without it the loss fits" in found[0].says) == (kinds == ["batch statistics"])
 
 
+@pytest.mark.slow
 def test_the_first_norm_is_mended():
     (found,) = diagnoses_of(LOSSES["norms"][0])
     assert "NET.1 (BatchNorm1d), NET.3 (BatchNorm1d)" in found.says
@@ -79,6 +80,7 @@ def test_what_was_given_and_what_is_held_are_told_apart():
     assert "writes to held, which it holds" in kept.says
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_declared_one_is_not_blamed_for_it():
     def loss(params, x):
         ascending = bool((x[:, 0].diff() >= 0).all())
@@ -126,6 +128,7 @@ def test_what_overflows_is_named():
     assert max(leaf.error for leaf in report.leaves) <= 1
 
 
+@pytest.mark.slow
 def test_the_line_that_normalises_data_is_named():
     """And not the line that called the loss, or a helper of it."""
 

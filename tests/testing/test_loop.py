@@ -101,6 +101,7 @@ def test_the_factor_of_a_loop_is_named():
     assert report.diagnoses[0].mend == "grads = grads / 128"
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_wrong_is_not_blamed_on_the_loop():
     report = report_of(LOSSES["sum"], W, BATCH, loop=loop_of(right))
     assert report.diagnoses[0].kind == "sum as mean"

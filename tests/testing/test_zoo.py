@@ -19,6 +19,7 @@ from tests.zoo.species import ROWS, ZOO
 pytestmark = [pytest.mark.laws, pytest.mark.promise("check")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), residents(lambda it: not it.kind))
 def test_a_loss_that_fits_is_said_to_fit(species, dtype):
     report = examined(species, dtype)
@@ -28,6 +29,7 @@ def test_a_loss_that_fits_is_said_to_fit(species, dtype):
     assert not any(leaf.split for leaf in report.leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), residents(lambda it: bool(it.kind)))
 def test_of_a_loss_that_fails_the_cause_is_found(species, dtype):
     report = examined(species, dtype)
