@@ -90,6 +90,7 @@ def test_it_is_the_original_in_microbatches_of_tasks():
     assert near(ported(), original()) <= 2.0**-26.5
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(tmp_path):
     path = str(tmp_path / "run")
     ported(path, stop=1)

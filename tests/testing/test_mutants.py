@@ -20,9 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def when(place):
-    """One under dev, some under ci, all every night: what this tests is the other tests."""
-    often = pytest.mark.slow if place % 12 == 3 else pytest.mark.nightly
-    return () if place == 3 else often
+    """Eight under ci, all every night: what this tests is the other tests."""
+    return pytest.mark.slow if place % 17 == 3 else pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
