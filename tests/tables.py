@@ -19,5 +19,7 @@ def each_once(names, *tables):
 
 
 def every_night(cases, but):
-    """Cases of which only some are run for every change."""
-    return [x if x in but else pytest.param(x, marks=pytest.mark.nightly) for x in cases]
+    """Cases of which only some are run for every change; a tuple stands for several arguments."""
+    entries = [case if type(case) is tuple else (case,) for case in cases]
+    nightly = [() if case in but else pytest.mark.nightly for case in cases]
+    return [pytest.param(*it, marks=marks) for it, marks in zip(entries, nightly, strict=True)]

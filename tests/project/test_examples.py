@@ -248,7 +248,7 @@ def test_batch_norm_is_exact_in_microbatches():
         assert min(off[name]) > rounding, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resnet101_is_exact_in_microbatches():
     """Of one block a group: 13 convolutions."""
     infos = main("resnet101")(8, 3, layers=(1, 1, 1, 1), width=4, steps=1)

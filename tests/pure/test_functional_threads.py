@@ -605,7 +605,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_threads_draw_again_while_garbage_is_collected():
     """A thread that waits for a generator, whose owner waits for the GIL, would wait for ever.
 

@@ -350,7 +350,7 @@ def test_under_transforms_it_is_the_ordinary_step():
     assert not graphs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_autocast_around_a_compiled_step_is_seen_or_refused():
     """Without its cache a graph sees it; with it, it is refused as by the eager step."""
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)

@@ -160,7 +160,7 @@ def test_what_is_frozen_is_what_the_module_holds_now(name, change):
     assert len(graphs) == 1 + (change == "replaced")  # a graph knows which tensors are one
 
 
-@slow
+@pytest.mark.nightly
 def test_what_is_put_into_frozen_is_taken():
     """As an average that is made anew at every step."""
     settings, graphs = counting()

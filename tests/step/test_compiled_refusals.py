@@ -335,7 +335,7 @@ def test_tied_leaves_are_not_written_to_twice():
     assert type(shared) is Donated
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.promise("purity")
 def test_without_donation_no_memory_is_shared():
     step = make(pa.sgd(0.1, momentum=0.5), compile=IN_PLACE, **SCALED)

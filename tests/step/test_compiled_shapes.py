@@ -143,7 +143,7 @@ def test_no_other_size_is_open():
     assert seen == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_microbatch_of_a_list_of_sizes_goes_through_a_graph():
     """One of two sizes, so two graphs; and what they come to is what the eager step comes to."""
     settings, graphs = counting()
@@ -168,7 +168,7 @@ def test_open_sizes_are_had_for_the_asking():
     assert len(graphs) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_module_that_begins_to_drop_goes_on():
     """Microbatches that went through together, while nothing was random, go one by one."""
     fn = pa.functional(module := net().eval())

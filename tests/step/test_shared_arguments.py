@@ -109,7 +109,7 @@ def test_what_is_shared_is_whole_where_a_size_is_looked_for():
     assert info.aux["rows"] == loss(w, x, guide, 2.0)[1]["rows"].total / ROWS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_graph_is_made_once_for_a_tensor_and_once_for_each_value_of_a_number():
     count = torch._dynamo.testing.CompileCounter()
 

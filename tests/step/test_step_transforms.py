@@ -32,6 +32,7 @@ from tests.step.problems import (
     make_params,
     poisoned,
 )
+from tests.tables import every_night
 
 
 pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
@@ -106,10 +107,10 @@ def compiled(function):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "own"),
-    [
-        *((name, False) for name in CASES),
-        *(pytest.param(name, True, marks=pytest.mark.nightly) for name in OWN),
-    ],
+    every_night(
+        [*((name, False) for name in CASES), *((name, True) for name in OWN)],
+        but=[("adamw", False), ("skip", False)],
+    ),
 )
 def test_a_whole_run_is_one_graph(name, own):
     """Good steps and bad ones, with other scales, rates and counts, and nothing is recompiled.
@@ -140,7 +141,7 @@ def test_a_whole_run_is_one_graph(name, own):
     assert len(graphs) == made
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stream_of_a_step_is_one_graph():
     scaling = pa.dynamic_loss_scale()
     step = plain(pa.sgd(WARMUP), loss_scale=scaling, keys=True, nonfinite="skip").step()

@@ -307,7 +307,7 @@ def test_what_is_no_loop_is_refused(args, options, error, words):
 # In pytest --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failing_test_prints_the_report_and_not_the_checker(tmp_path):
     """By the fixture and by the functions: some lines of pytest's own, and ours."""
     tmp_path.joinpath("conftest.py").write_text(
