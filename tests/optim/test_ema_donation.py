@@ -158,6 +158,27 @@ def test_an_error_before_anything_is_written_loses_nothing():
             average.update(state, params, flag, donate=True)
 
 
+class Lost(torch.Tensor):
+    """Parameters that can no longer be read."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.lerp:
+            raise MemoryError
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_after_an_error_in_the_middle_all_of_a_donated_state_says_so():
+    average, params = pa.ema(0.9), params_of(1)
+    state = begun(average)
+    last = params["empty"].as_subclass(Lost)
+    with pytest.raises(MemoryError):
+        average.update(state, params | {"empty": last}, donate=True)
+    for x in leaves(state):
+        with saying(RuntimeError, "failed in the middle"):
+            x.clone()
+
+
 # Where nobody may write -----------------------------------------------------------------
 
 
