@@ -202,22 +202,24 @@ def caught(p, x):
 
 @pytest.mark.promise("samples")
 @pytest.mark.promise("followed")
+@pytest.mark.table
+@pytest.mark.parametrize("names", [("w", "b", "large"), ("b", "large", "w")], ids=["first", "last"])
 @pytest.mark.parametrize("name", UNSEEN)
-def test_a_use_that_cannot_be_followed_is_found_and_never_a_wrong_number(name):
-    """The first call finds it out, and the next ones know."""
-    w, x = whole(1, 3, 2), whole(2, 5, 3)
-    params = {"w": w, "b": whole(3, 2), "large": torch.zeros(40, 40)}
-    loss = UNSEEN[name]
+def test_a_use_that_cannot_be_followed_is_found_and_never_a_wrong_number(name, names):
+    """Whichever leaf it is. The first call finds it out, and the next ones know."""
+    x = whole(2, 5, 3)
+    leaves = {"w": whole(1, 3, 2), "b": whole(3, 2), "large": torch.zeros(40, 40)}
+    params = tuple(leaves[it] for it in names)
+
+    def loss(p, row):
+        return UNSEEN[name](dict(zip(names, p, strict=True)), row)
+
     each = [torch.func.grad(loss)(params, row) for row in x]
     want = tree_map(lambda *g: torch.stack(g).sum(0), *each)
     norms = tree_map(lambda *g: torch.stack(g), *each)
-    norms = sum(g.flatten(1).square().sum(1) for g in norms.values()).sqrt()
-
-    def mine(p, row):
-        return loss(p, row)
-
+    norms = sum(g.flatten(1).square().sum(1) for g in norms).sqrt()
     for _ in range(2):
-        got, seen = pa.clipped_sum(mine, 1e9, chunk_size=2)(params, x)
+        got, seen = pa.clipped_sum(loss, 1e9, chunk_size=2)(params, x)
         assert_trees_bitwise_equal(got, want)
         assert torch.allclose(seen, norms, rtol=ROOTS, atol=0)
-    assert known_of(mine).unseen == (name not in SEEN)
+    assert known_of(loss).unseen == (name not in SEEN)
