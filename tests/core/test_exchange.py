@@ -172,6 +172,16 @@ def test_any_tree_of_any_dtype_travels(rank, world):
         gather(torch.tensor(1.0))
 
 
+@pytest.mark.slow
+@pytest.mark.promise("narrow")
+@on_ranks(4)
+def test_sums_of_narrow_numbers_are_rounded_once(rank, world):
+    """2048 and 1 are 2048 in float16: in whatever order ranks add, one of these would be lost."""
+    x = torch.ones(world).half()
+    x[rank] = 2048
+    assert psum(x).tolist() == [2052.0] * world  # 2051, as a float16
+
+
 @on_ranks(2)
 def test_what_comes_is_new_and_may_be_written_to(rank, world):
     x = torch.tensor([1 + 2j, 3 - 1j]).to(torch.complex128).requires_grad_()
