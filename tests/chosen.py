@@ -76,7 +76,7 @@ def unlike(cases, fewest, every_entry):
 
     With ``every_entry``, more of them until there is no other entry.
     """
-    left, met, chosen = {case: [*enumerate(case.callspec._idlist)] for case in cases}, Counter(), []
+    left, met, chosen = {case: _entries(case) for case in cases}, Counter(), []
 
     def known(case):
         times = [met[entry] for entry in left[case]]
@@ -89,6 +89,12 @@ def unlike(cases, fewest, every_entry):
         met.update(left.pop(best))
         chosen.append(best)
     return chosen
+
+
+def _entries(case):
+    """The entry of each table that a case has, and each argument of it."""
+    arguments = case.callspec.params.items()
+    return [*enumerate(case.callspec._idlist), *((name, id(value)) for name, value in arguments)]
 
 
 def summary(profile, left_out, skipped):

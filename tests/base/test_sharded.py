@@ -26,17 +26,15 @@ def cases_of(world, given_up):
     return {name: x for name, x in CASES[world].items() if name.startswith(begins) == given_up}
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param({2: cases_of(2, False)}, id="2"),
-        pytest.param({2: {}, 4: cases_of(4, False)}, id="4", marks=pytest.mark.slow),
+        pytest.param({2: {}, 4: cases_of(4, False)}, id="4", marks=pytest.mark.nightly),
         pytest.param({2: cases_of(2, True)}, id="2, given up", marks=GIVEN_UP),
-        pytest.param(
-            {2: {}, 4: cases_of(4, True)}, id="4, given up", marks=[pytest.mark.slow, *GIVEN_UP]
-        ),
+        pytest.param({2: {}, 4: cases_of(4, True)}, id="4, given up", marks=GIVEN_UP),
     ],
 )
 def test_ranks_give_what_one_process_gives(cases, tmp_path):

@@ -300,7 +300,7 @@ def steps(name, precision):
 STEPPED = [name for name in FITS if name not in ("frozen batch norm", "critic by autograd")]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), some(STEPPED, *PRECISIONS))
 def test_what_fits_fits_in_any_precision(name, precision):
     if (name, precision) == ("LSTM", "autocast"):
@@ -386,7 +386,7 @@ def sizes(seed, dtype):
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "dtype"),
     [

@@ -145,14 +145,14 @@ def calls(loss, params, batch):
     once(pa.make_step(loss, pa.sgd(0.0), microbatch_size=SIZE), params, batch)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @every
 def test_rows_without_padding_are_never_refused(it, dtype, dropout):
     model = model_of(it, dtype, dropout)
     calls(loss_of(model), parameters(model), batch_of(it, dtype, padded=False))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @every
 def test_padded_rows_are_not_refused_as_weighted_totals(it, dtype, dropout):
     model = model_of(it, dtype, dropout)
@@ -180,7 +180,7 @@ def test_weighted_totals_of_padded_rows_have_the_gradient_of_the_model(it):
     assert pa.global_norm({name: got[name] - own[name] for name in own}) <= BOUND * norms
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @every
 def test_a_mean_over_padded_rows_is_refused_at_once(it, dtype, dropout):
     if it.kind == "image":

@@ -118,7 +118,7 @@ def test_no_loss_that_fits_is_refused_and_the_question_changes_no_bit(species, d
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), asked_of(lambda kind: not kind))
 def test_no_loss_that_fits_is_refused_at_any_size(species, dtype):
     for way, size in share(species, dtype):

@@ -218,7 +218,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(it, marks=pytest.mark.slow if "compiled" in it else ()) for it in PROGRAMS],

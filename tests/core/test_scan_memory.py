@@ -83,7 +83,7 @@ def grows(nest, run, few=4):
 USED = [it for it in NESTS if "pa." not in it and "step" not in it]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nest",
     [

@@ -194,7 +194,7 @@ def test_a_program_of_make_fx_gives_the_numbers_of_other_inputs(call):
         same(call, program(*point), flat(CALLS[call](*point)))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @calls
 def test_linearize_pushes_any_tangent_any_number_of_times(call):
     (w, x), (v, _), (u, _) = POINTS

@@ -121,13 +121,13 @@ def first(module, batch):
     return module(batch[0])
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize(
     ("make", "width", "sizes"),
     [
         (resnets.resnet18, 8, [3, 1, 5, 11, 16, (3, 7, 1, 5), 32]),
-        (resnets.resnet101, 4, [3, (3, 7, 1, 5)]),
+        pytest.param(resnets.resnet101, 4, [3, (3, 7, 1, 5)], marks=pytest.mark.nightly),
     ],
     ids=["resnet18", "resnet101"],
 )
@@ -249,7 +249,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_of_other_shapes_are_the_full_batch_s(name, way):
