@@ -2,8 +2,9 @@
 
 ``dev`` runs tests of promises that are not slow, ``ci`` also those that are slow and those of no
 promise, ``thorough`` everything. Of a test's cases, dev and ci run those that differ most: first
-the ones with entries of tables that no case before them has; of a slow test ci, too, runs a few. A
-case that the command line names runs in any profile.
+the ones with entries of tables that no case before them has. Of a test that is not slow and has one
+table, ci runs each entry; of a slow one a few. A case that the command line names runs in any
+profile.
 """
 
 from collections import Counter, defaultdict
@@ -35,15 +36,11 @@ def choose(config, profile, items):
     config.stash[UNMARKED] = [item.nodeid for item in tests if protects(item) is None]
     runs = {item: _first_profile(item) for item in items}
     for cases in _by_function(tests).values():
-        slow = all(case.get_closest_marker("slow") for case in cases)
         for this, later in ("ci", "thorough"), ("dev", "ci"):
             mine = [case for case in cases if this in (runs[case], *ADDED_BY[runs[case]])]
             mine.sort(key=lambda case: runs[case] != "dev")  # the quick ones first
-            most = CASES["dev" if slow else this]
-            if len(mine) > most:
-                table = mine[0].get_closest_marker("table") is not None
-                few = set(unlike(mine, most, every_entry=table))
-                runs |= {case: later for case in mine if case not in few}
+            few = set(_few(mine, this))
+            runs |= {case: later for case in mine if case not in few}
     named = tuple(arg.partition("::")[2] for arg in config.args if "[" in arg)
     added = [item for item in items if runs[item] in ADDED_BY[profile]]
     left = {item: None for item in added if not (named and item.nodeid.endswith(named))}
@@ -69,6 +66,16 @@ def _by_function(items):
     for item in items:
         groups[item.nodeid.partition("[")[0]].append(item)
     return groups
+
+
+def _few(cases, profile):
+    slow = all(case.get_closest_marker("slow") for case in cases)
+    most = CASES["dev" if slow else profile]
+    if len(cases) <= most:
+        return cases
+    one_table = profile == "ci" and not slow and len(cases[0].callspec._idlist) == 1
+    table = cases[0].get_closest_marker("table") is not None
+    return unlike(cases, most, every_entry=one_table or table)
 
 
 def unlike(cases, fewest, every_entry):

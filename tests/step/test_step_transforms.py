@@ -109,7 +109,7 @@ def compiled(function):
     ("name", "own"),
     every_night(
         [*((name, False) for name in CASES), *((name, True) for name in OWN)],
-        but=[("adamw", False), ("skip", False)],
+        but=[("adamw", False)],
     ),
 )
 def test_a_whole_run_is_one_graph(name, own):
