@@ -2,9 +2,8 @@
 
 ``dev`` runs tests of promises that are not slow, ``ci`` also those that are slow and those of no
 promise, ``thorough`` everything. Of a test's cases, dev and ci run those that differ most: first
-the ones with entries of tables that no case before them has. Of a test that is not slow and has one
-table, ci runs each entry; of a slow one a few. A case that the command line names runs in any
-profile.
+the ones with entries of tables that no case before them has; of a slow test ci, too, runs a few. A
+case that the command line names runs in any profile.
 """
 
 from collections import Counter, defaultdict
@@ -73,9 +72,7 @@ def _few(cases, profile):
     most = CASES["dev" if slow else profile]
     if len(cases) <= most:
         return cases
-    one_table = profile == "ci" and not slow and len(cases[0].callspec._idlist) == 1
-    table = cases[0].get_closest_marker("table") is not None
-    return unlike(cases, most, every_entry=one_table or table)
+    return unlike(cases, most, every_entry=cases[0].get_closest_marker("table") is not None)
 
 
 def unlike(cases, fewest, every_entry):

@@ -302,7 +302,7 @@ def check_parameters(said, *others):
         assert float(apart[1]) < torch.finfo(torch.float64).eps * 2**20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_train_as_one_process():
     said = torchrun(2, "distributed.py")
     check_parameters(said, "the one process")

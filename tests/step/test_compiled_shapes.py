@@ -116,7 +116,7 @@ def test_dropout_compiles_at_any_number_of_rows(size, table, all_rows, limit):
             check(step(state, torch.ones(rows, 10, 10))[1], rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_compiles_in_a_ragged_stream():
     step, state = dropping(net(), None, "eager")
     window = step.begin(state)

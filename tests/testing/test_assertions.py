@@ -130,6 +130,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("got", "want", "words"), DIFFERENT.values(), ids=DIFFERENT)
 def test_leaves_that_differ_are_named(got, want, words):
     assert words in said(got, want)
@@ -183,6 +184,7 @@ WITHIN = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("got", "want", "bound"), WITHIN.values(), ids=WITHIN)
 def test_trees_that_are_near_enough_pass(got, want, bound):
     assert_trees_within_bound(got, want, bound)
@@ -221,6 +223,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("got", "want", "bound", "words"), OUTSIDE.values(), ids=OUTSIDE)
 def test_the_worst_number_is_named(got, want, bound, words):
     assert words in said_of_bound(got, want, bound)
@@ -238,6 +241,7 @@ WRONG = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("bound", "words"), WRONG.values(), ids=WRONG)
 def test_a_bound_that_is_none_is_refused(bound, words):
     with pytest.raises(ValueError, match="bound") as caught:
