@@ -19,7 +19,7 @@ from tests.testing.planted import PLANTED
 # dev and ci always draw the same examples, so that what they find does not depend on luck.
 SAME = {"deadline": None, "print_blob": True, "derandomize": True, "database": None}
 settings.register_profile("dev", max_examples=5, **SAME)
-settings.register_profile("ci", max_examples=6, **SAME)
+settings.register_profile("ci", max_examples=10, **SAME)
 settings.register_profile("thorough", max_examples=1000, deadline=None, print_blob=True)
 MOVED = "TESTS_MOVED"
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
