@@ -71,6 +71,6 @@ $(VENV)/installed: pyproject.toml
 		|| { echo 'pureaccum needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet --no-compile -e '.[dev,testing]'  # a minute less: most is never imported
-	$(RUN) compileall -q pureaccum  # as pip does with what is not editable
+	$(RUN) compileall -q pureaccum  # once, and not in each worker
 	$(RUN) tests.device.library  # a device in software, where there is a compiler for it
 	@touch $@

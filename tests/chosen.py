@@ -82,13 +82,13 @@ def unlike(cases, fewest, every_entry):
     """
     left, met, chosen = {case: _entries(case) for case in cases}, Counter(), []
 
-    def known(case):
+    def repeats(case):
         times = [met[entry] for entry in left[case]]
         return sum(map(bool, times)), sum(times)
 
     while left:
-        best = min(left, key=known)
-        if len(chosen) >= fewest and not (every_entry and known(best)[0] < len(left[best])):
+        best = min(left, key=repeats)
+        if len(chosen) >= fewest and not (every_entry and repeats(best)[0] < len(left[best])):
             break
         met.update(left.pop(best))
         chosen.append(best)

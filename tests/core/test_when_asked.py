@@ -170,13 +170,8 @@ NOBODY = {
 }
 
 
-SLOW = {"torch.compile": pytest.mark.slow}
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, id=name, marks=SLOW.get(name, ())) for name, run in NOBODY.items()]
-)
+@pytest.mark.parametrize("run", NOBODY.values(), ids=NOBODY)
 def test_nobody_asks(run):
     asked, plain = (Noting(coupled) for _ in range(2))
     for _ in range(2):

@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "examples" / "guide" / "together.md"
 
 
 def marks(pair):
-    """That it is slow, and that the next version has it no more."""
+    """Mark a pair that is slow, or that the next version gives up."""
     if "budget" in pair:
         yield pytest.mark.given_up("memory budget")
     if pair in STREAM_WEIGHTS:
