@@ -219,10 +219,7 @@ PROGRAMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(it, marks=pytest.mark.slow if "compiled" in it else ()) for it in PROGRAMS],
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_losses_of_our_own_functions_hold_it(name):
     rows = XS.transpose(0, 1)  # samples first
 

@@ -84,13 +84,7 @@ USED = [it for it in NESTS if "pa." not in it and "step" not in it]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "nest",
-    [
-        pytest.param(it, marks=pytest.mark.slow if i % 4 or it == "third order" else ())
-        for i, it in enumerate(USED)
-    ],
-)
+@pytest.mark.parametrize("nest", USED)
 def test_a_nest_of_transforms_takes_the_memory_of_one_chunk(nest):
     assert not grows(nest, RUNS["scan"])
 

@@ -16,10 +16,9 @@ from tests.zoo.residents import residents
 from tests.zoo.species import ROWS, ZOO
 
 
-pytestmark = [pytest.mark.laws, pytest.mark.promise("check")]
+pytestmark = [pytest.mark.slow, pytest.mark.laws, pytest.mark.promise("check")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), residents(lambda it: not it.kind))
 def test_a_loss_that_fits_is_said_to_fit(species, dtype):
     report = examined(species, dtype)
@@ -29,7 +28,6 @@ def test_a_loss_that_fits_is_said_to_fit(species, dtype):
     assert not any(leaf.split for leaf in report.leaves)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), residents(lambda it: bool(it.kind)))
 def test_of_a_loss_that_fails_the_cause_is_found(species, dtype):
     report = examined(species, dtype)
@@ -49,7 +47,6 @@ IN_TURN = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("species", "dtype"), IN_TURN)
 def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(species, dtype):
     """By differences, but of weight_norm, whose second derivative is wrong in torch itself."""
