@@ -6,7 +6,7 @@
     state = step.init(params)
     state, info = step(state, batch)
 
-The gradient     grad, grad_and_value, value, Weighted, CoupledLossError
+The gradient     grad, grad_and_value, value, Weighted, CoupledLossError, checks
 Streams          accumulator, AccumState, microbatches, windows, cut, Cut
 The primitive    microbatch, scan, remat, remat_sequential, Reducer
 The step         make_step, TrainState, StepInfo, Policy, dynamic_loss_scale, static_loss_scale,
@@ -40,6 +40,7 @@ from ._base.states import unstack as unstack
 from ._base.trees import all_finite as all_finite
 from ._base.trees import global_norm as global_norm
 from ._core.accumulator import accumulator as accumulator
+from ._core.asking import checks as checks
 from ._core.batches import microbatches as microbatches
 from ._core.batches import windows as windows
 from ._core.causes import CoupledLossError as CoupledLossError
@@ -128,6 +129,7 @@ __all__ = [
     "add_noise",
     "all_finite",
     "chain",
+    "checks",
     "clip_by_global_norm",
     "clipped_sum",
     "constant",

@@ -247,7 +247,7 @@ def _update(
             arguments[i] = x
         return making.told(*arguments)
 
-    question = question_of(read, rule) if making.check else None
+    question = question_of(read, rule, "accumulator") if making.check else None
     given = writes.Given("params", leaves, spec), writes.Given("batch", *read[:2])
     guarded = windows.GuardedLoss(loss, making.known, given, question)
     part = seams.Portion(

@@ -9,11 +9,10 @@ is not held.
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -105,29 +104,3 @@ _LIBRARIES = ("pureaccum.", "torch.")  # whose functions name nothing of a user'
 def is_ours(x: Any) -> bool:
     """Whether a function was defined in this package."""
     return (getattr(x, "__module__", None) or "").startswith("pureaccum.")
-
-
-_DEEPEST = 1  # of functions that name functions
-
-
-def sameness(x: Any, depth: int = 0) -> Any:
-    """A key that is equal for two functions that are one.
-
-    A program may make its loss anew at each step. Functions are one if their code is, and what they
-    close over, their defaults and the globals that they name. A module, or another object that
-    lives on, is itself. Of a tensor or a number the type counts: a temperature may change.
-    """
-    if x is None or isinstance(x, (bool, str)):
-        return x
-    if isinstance(x, Tensor):
-        return Tensor, x.dtype, x.dim()
-    if isinstance(x, FunctionType):
-        parts = held_in(x) if depth <= _DEEPEST else ()
-        return x.__code__, *(sameness(part, depth + 1) for part in parts)
-    if isinstance(x, (MethodType, partial)):
-        return type(x), *(sameness(part, depth) for part in held_in(x))
-    with suppress(TypeError):  # a number, or a container
-        own = type(x), ref(x)
-        hash(own)
-        return own
-    return (type(x),)

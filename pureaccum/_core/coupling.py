@@ -13,9 +13,10 @@ Where the whole batch is at hand, a part of the microbatch is also compared with
 end of the batch, because samples that weigh alike may lie side by side.
 
 Of a loss that draws random numbers the whole is computed once more, too: nothing is drawn in these
-runs. It is asked at calls 1, 2, 4, 8, … about a kind of batch, of another microbatch each time,
-since one ignored target need not be in the first; and at every call once it was refused. What
-cannot be computed is no proof: then it is asked at the next call, eight times at most.
+runs. It is asked of another microbatch each time, since one ignored target need not be in the
+first, at the calls that asking.py names; and at every call once it was refused. What cannot be
+computed is no proof, nor is NaN in a part of fewer than four samples: then it is asked at the next
+call, eight times at most.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -29,12 +30,12 @@ from torch import Tensor
 from .._base import checks, dtensors, observation, trees
 from .._base.deterministic import cast_tree, deterministic
 from .._base.torch_internals import autograd, functorch, modes
-from . import batches, causes, closures, losses, terms, weights
+from . import batches, causes, losses, terms, weights
+from .asking import Answer
 from .weighted import WeightedSum
 
 
-QUESTIONS = 8  # to a loss that gives no answer
-FEW = 8  # rows: an answer about fewer tells nothing of others
+FEW = 4  # samples: fewer may hold nothing that a mean is over
 
 # Of leaves, a microbatch, its samples, and what is carried.
 LossOfPart = Callable[[Any, Any, int, Any], Any]
@@ -42,40 +43,23 @@ Found = list[list[tuple[float, float]]]  # of each piece, the total and weight o
 Piece = tuple[Any, int, int]  # some samples, how many, and how many of the batch come before them
 
 
-class Answer:
-    """What a loss has answered about batches of one kind."""
-
-    def __init__(self) -> None:
-        self.calls, self.due = 0, 1  # those that have cut such a batch, and the one that asks next
-        self.questions = 0  # how often it was asked
-        self.coupled = self.settled = False  # refused, and seen to fit
-
-    def note(self, coupled: bool | None, rows: int) -> None:
-        """Note an answer about some samples, or None; two of them settle nothing."""
-        self.questions += 1
-        self.coupled = self.coupled or bool(coupled)
-        self.settled = self.settled or (coupled is False and rows > 2)
-        soon = self.coupled or not (self.settled or self.questions >= QUESTIONS)
-        self.due = self.calls + 1 if soon else 1 << self.calls.bit_length()
-
-
 class Question(NamedTuple):
     """What a call is about to cut, or is given a microbatch of."""
 
     batch: batches.Batch
     parts: int  # into how many microbatches it is cut
-    # Whether the loss has aux, what it is of its samples, and how many a microbatch has, or
-    # ``FEW``.
-    kind: tuple[bool, losses.Reduction, int]
+    # Whether the loss has aux, what it is of its samples, who calls it, and the samples of a
+    # microbatch and of the batch.
+    kind: tuple[bool, losses.Reduction, str, int, int]
 
 
 def question_of(
-    batch: batches.Batch, rule: Any, rows: int | None = None, parts: int = 1
+    batch: batches.Batch, rule: Any, caller: str, size: int | None = None, parts: int = 1
 ) -> Question:
-    """The question of a rule about a microbatch, or about a batch that is cut into such."""
-    rows = (batch.rows or 0) if rows is None else rows
-    rows = min(rows, FEW) if type(rows) is int else FEW  # or a symbol of make_fx
-    return Question(batch, parts, (rule.has_aux, rule.reduction, rows))
+    """The question of a caller about a microbatch, or about a batch that is cut into such."""
+    rows = batch.rows if type(batch.rows) is int else 0  # None, or a symbol of make_fx
+    size = rows if size is None else size
+    return Question(batch, parts, (rule.has_aux, rule.reduction, caller, size, rows))
 
 
 class Totals(NamedTuple):
@@ -115,6 +99,11 @@ def may_be_asked() -> bool:
     return not (modes.dispatched() or autograd.in_backward())
 
 
+def times_asked() -> int:
+    """How many calls in this thread have asked their loss; a graph asks none."""
+    return 0 if torch.compiler.is_dynamo_compiling() else checks.here.asked
+
+
 class Inquiry:
     """A question as it is put in one call: to the loss of one of its microbatches."""
 
@@ -135,10 +124,10 @@ class Inquiry:
         for whole, *parts in _cuts(self.question.batch, start, rows):
             computed = whole[1] == rows and not self.draws  # the whole, by the call itself
             found = asked.sums(parts if computed else [whole, *parts])
-            if found is None:
-                if rows == 1:
-                    asked.refuse_uncut()
-                continue  # a part raises: perhaps others do not
+            if found is None and rows == 1:
+                asked.refuse_uncut()
+            if found is None or not _is_proof([*parts] if computed else [whole, *parts], found):
+                continue  # a part raises, or nothing in it counts: perhaps others do not
             far, out = self.far(asked, parts, found[-2]), None
             if computed:
                 out = loss(*args)
@@ -171,12 +160,22 @@ class Inquiry:
         """Whether parts add up to the whole, or None; raises where they do not."""
         if _adds_up(found):
             return True
+        if not _is_proof(pieces, found):
+            return None
         coupled, sums = _judged(asked, pieces, _of_terms(found))
         asked.put_back()
         if coupled:
             self.answer.note(coupled, pieces[0][1])
             raise causes.coupled_error(asked, pieces, sums, self.modules)
         return None if coupled is None else True
+
+
+def _is_proof(pieces: list[Piece], found: Found) -> bool:
+    """Whether every part of few samples has a number: a mean over nothing is NaN."""
+    return all(
+        rows >= FEW or all(isfinite(total) for total, _ in terms)
+        for (_, rows, _), terms in zip(pieces, found, strict=True)
+    )
 
 
 def _cuts(batch: batches.Batch, start: int, rows: int) -> Iterator[list[Piece]]:
@@ -291,7 +290,7 @@ class Asked:
 
     def amount(self, out: Any, rows: int) -> list[tuple[float, float]]:
         """The total and the weight of what the loss returned for so many samples, of each term."""
-        has_aux, reduction, _ = self.question.kind
+        has_aux, reduction, *_ = self.question.kind
         loss = losses.loss_in(out, has_aux)
         if isinstance(loss, WeightedSum):
             return [self.amount_of(term, rows, False, reduction) for term in loss.terms]
@@ -384,16 +383,3 @@ def _adds_up(found: Found) -> bool:
 
 def _of_terms(found: Found) -> list[Totals]:
     return [Totals(*zip(*term, strict=True)) for term in zip(*found, strict=False)]
-
-
-# Which losses are one ------------------------------------------------------------------------
-
-_MOST = 1000
-_answers: dict[Any, dict[Any, Answer]] = {}
-
-
-def answers_of(loss: Any) -> dict[Any, Answer]:
-    """What this loss, and those that are one with it, have answered."""
-    if len(_answers) >= _MOST:
-        _answers.clear()
-    return _answers.setdefault(closures.sameness(loss), {})

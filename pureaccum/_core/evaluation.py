@@ -142,7 +142,7 @@ def _over_batch(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
     known, rule = making.known, making.rule
     batch = {i: args[i] for i in checks.positions(making.batches, len(args), "batch_argnums")}
     cut = whole_batch.read_cut(batch, making.size, rule.has_aux)
-    question = whole_batch.question_about(cut, rule) if making.check else None
+    question = whole_batch.question_about(cut, rule, "value") if making.check else None
     with writes.guarding(known, _given(args), question=question) as guarded:
         loss, leaves = _of_part(making, args, kwargs, batch)
         one, parts = guarded(loss), cut.parts()
@@ -160,7 +160,7 @@ def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
         for part in parts_of_streams(batch, making.size, "value", stream=True):
             last[:] = [its := batches.read_microbatch(part, "args")]
             given = _given(args), writes.Given("args", its.leaves, its.spec)
-            question = coupling.question_of(its, rule) if making.check else None
+            question = coupling.question_of(its, rule, "value") if making.check else None
             with writes.guarding(known, *given, question=question) as guarded:
                 loss, leaves = _of_part(making, args, kwargs, batch)
                 out = guarded(loss)(leaves, part, its.rows or 0, ())

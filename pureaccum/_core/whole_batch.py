@@ -63,12 +63,12 @@ class Accumulated(NamedTuple):
     weighted: bool  # whether the loss is ``Weighted``
 
 
-def question_about(cut: CutBatch, rule: seams.Rule) -> coupling.Question | None:
+def question_about(cut: CutBatch, rule: seams.Rule, caller: str) -> coupling.Question | None:
     """What a loss is asked about a batch, if that is cut."""
     batch, size, sizes, untouched, _ = cut
     if size is None or untouched or not sizes:
         return None
-    return coupling.question_of(batch, rule, sizes[0], len(sizes))
+    return coupling.question_of(batch, rule, caller, sizes[0], len(sizes))
 
 
 def read_cut(

@@ -18,17 +18,19 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakMethod, ref
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._base import checks, deterministic, dtensors, observation, states, trees
 from .._base.torch_internals import autograd, kernels, module_slots, operations
 from .._base.torch_internals.modes import dispatched, transform_active, unnoticed
-from . import called_modules, closures, coupling, losses
+from . import asking, called_modules, closures, coupling, losses
 
 
 class Known:
@@ -38,7 +40,7 @@ class Known:
         self.loss: Callable[[], Any] = lambda: None  # the loss, while it lives
         if loss is not None:
             with suppress(TypeError):  # it takes no weak reference
-                self.loss = ref(loss)
+                self.loss = WeakMethod(loss) if isinstance(loss, MethodType) else ref(loss)
         self.kinds: set[Any] = set()  # of microbatches in which it wrote to nothing
         self.captured: list[ReferenceType[Tensor]] = []  # what it reads, and is not given
         self.modules: list[ReferenceType[nn.Module]] = []  # that it calls …
@@ -47,8 +49,7 @@ class Known:
         self.recomputes: bool | None = None
         # Whether it captures what requires grad, once a call has gone through: see history.py.
         self.captures: bool | None = None
-        # What it, or a loss made of the same functions, has answered: see coupling.py.
-        self.answers: dict[Any, coupling.Answer] = {}
+        self.answers: dict[Any, asking.Answer] = {}  # by the kinds of questions: see asking.py
         self.terms: int | None = None  # of a sum of ``Weighted``, once known: see denominators.py
         self.by_func = False  # whether it calls what plain autograd takes for a constant
         self.draws = self.reaches = False  # whether it was seen to draw, or to reach other ranks
@@ -74,7 +75,8 @@ class LateWriteError(WriteError):
     """A loss has written to what is not its own."""
 
 
-_of_losses: "WeakKeyDictionary[Any, Known]" = WeakKeyDictionary()
+# By identity: of a loss, or of the object whose method it is, what is known by function.
+_of_losses: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 _here = threading.local()
 
 
@@ -82,12 +84,14 @@ def known_of(loss: Any) -> Known:
     """What is known of a loss, by whichever function it was called before."""
     if torch.compiler.is_dynamo_compiling():
         return Known()
+    owner, function = loss, None
+    if isinstance(loss, MethodType):
+        owner, function = loss.__self__, loss.__func__
     try:
-        known = _of_losses.get(loss) or _of_losses.setdefault(loss, Known(loss))
-    except TypeError:  # it has no hash, or takes no weak reference
-        known = Known(loss)
-    known.answers = coupling.answers_of(loss)
-    return known
+        of_owner = _of_losses.setdefault(owner, {})
+    except TypeError:  # it takes no weak reference
+        return Known(loss)
+    return of_owner.get(function) or of_owner.setdefault(function, Known(loss))
 
 
 @contextmanager
@@ -122,8 +126,10 @@ def knows(known: Known, *given: Given, asked: Any = None) -> bool:
     kind = _kind(known, given)
     if asked is None or kind not in known.kinds:
         return kind in known.kinds
+    if asking.setting() == "off":
+        return True
     answer = known.answers.get((kind, asked))
-    if answer is None or answer.calls + 1 >= answer.due:
+    if answer is None or answer.asks_at(answer.calls + 1):
         return False
     answer.calls += 1
     return True
@@ -161,12 +167,13 @@ class _Guard:
 
     def __enter__(self) -> Callable[..., Any]:
         known, question, kind = self.known, self.question, _kind(self.known, self.decides)
-        if kind in known.kinds:
-            self.watched = True
+        off = asking.setting() == "off"
+        if off or kind in known.kinds:
+            self.watched, self.asks = True, self.asks and not off
             self.begin()
-            if question is not None:
+            if question is not None and self.asks:
                 answer = known.answers.get((kind, question.kind))
-                if answer is not None and answer.calls + 1 < answer.due:
+                if answer is not None and not answer.asks_at(answer.calls + 1):
                     answer.calls, self.asks = answer.calls + 1, False
         self.asks = self.asks and coupling.may_be_asked()
         return self.guarded
@@ -212,9 +219,11 @@ class _Guard:
         assert question is not None
         if self.inquiry is None:  # only now are the modes of its modules known
             key = _kind(known, self.decides), question.kind
-            answer = known.answers.setdefault(key, coupling.Answer())
+            if not known.answers:
+                asking.count_loss(known.loss())
+            answer = known.answers.setdefault(key, asking.Answer())
             answer.calls += 1
-            due = answer.calls >= answer.due
+            due = answer.asks_at(answer.calls)
             if due and (
                 known.reaches or any(dtensors.any_sharded(each.leaves) for each in self.given)
             ):
@@ -224,6 +233,7 @@ class _Guard:
                 self.asks = False
                 return loss(*args)
             self.inquiry = coupling.Inquiry(question, answer, known.draws, _alive(known.modules))
+            checks.here.asked += 1
         return self.inquiry(loss, args)
 
     def note(self) -> None:

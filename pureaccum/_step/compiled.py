@@ -74,7 +74,9 @@ class CompiledStep:
             first = state.samples + ranks.before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
         flat = batches.read_batch(batch)
+        asked = coupling.times_asked()
         self.ask(kind, plan, state, flat, given)
+        checked = coupling.times_asked() > asked
         eagerly = partial(whole_step.step_whole, self.alone, state, batch, *shared)
         plan = self.counted(kind, plan, began, flat, eagerly)
         kind = kind, plan.calling.whole is None
@@ -90,12 +92,13 @@ class CompiledStep:
             return self.finished(state, old, (beside, parts), eagerly, recipe)
 
         came = self.run(kind, make, call)
-        if self.recipes[kind].form != "loop":
-            return came
-        (window, aux), unit = came, graphs.unit_of(plan)
-        if plan.group is not None:
-            window, unit = ranks.window_of_all_ranks(plan, state, window, unit), 1.0
-        return self.finished(state, old, (window, unit, aux), eagerly)
+        if self.recipes[kind].form == "loop":
+            (window, aux), unit = came, graphs.unit_of(plan)
+            if plan.group is not None:
+                window, unit = ranks.window_of_all_ranks(plan, state, window, unit), 1.0
+            came = self.finished(state, old, (window, unit, aux), eagerly)
+        new, info = came
+        return new, info._replace(checked=torch.ones_like(info.checked)) if checked else info
 
     def check_batch(
         self,
@@ -180,10 +183,13 @@ class CompiledStep:
         kind = "more", plan.calling.whole is None, *kind_of(old, *told)
         if kind not in self.recipes:
             constants.check_values(self.values, *told)
+        asked = coupling.times_asked()
         self.ask(kind, plan, state, flat, told)
         rows = window.rows + flat.rows
         own = window if plan.donate else trees.tree_map(torch.clone, window)
         own = own._replace(rows=at)
+        if coupling.times_asked() > asked:
+            own = own._replace(checked=torch.ones_like(own.checked))
         given = trees.flatten(own)
         alone = plan._replace(donate=False, group=None)
         eagerly = partial(windows.update_window, alone, state, window, microbatch)
@@ -269,10 +275,11 @@ class CompiledStep:
             microbatch_loss.caller(plan, state, spec),
             begin_buffers(calling.buffers, state.buffers),
         )
+        asked = coupling.question_of(batch, plan.rule, "step").kind if cut else None
+        self.asked[kind] = asked
         with ranks.telling_ranks(plan, state) if at_hand else nullcontext():
             for own in parts:
-                question = coupling.question_of(own, plan.rule) if cut else None
-                self.asked[kind] = question and question.kind  # not the samples
+                question = coupling.Question(own, 1, asked) if asked else None
                 with writes.guarding(calling.known, *told, question=question) as guarded:
                     if (watched := guarded(call)) is not call or unread:
                         with random_state.put_back(state.samples.device), torch.enable_grad():

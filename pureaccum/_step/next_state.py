@@ -34,6 +34,7 @@ class Summed(NamedTuple):
         unit: What the gradients are still to be multiplied by.
         rows: What the weight is still to be multiplied by.
         own: Whether the gradients may be changed in place.
+        checked: Whether the loss was checked.
     """
 
     accum: ledger.AccumState
@@ -42,6 +43,7 @@ class Summed(NamedTuple):
     unit: float | Tensor = 1.0
     rows: float = 1.0
     own: bool = True
+    checked: bool | Tensor = False
 
 
 class Means(NamedTuple):
@@ -164,6 +166,7 @@ def info_of(
         microbatches=trees.scalar(accum.microbatches, torch.int64, device),
         skipped=trees.scalar(accum.skipped, torch.int64, device),
         applied=verdict.applied,
+        checked=trees.scalar(summed.checked, torch.bool, device),
         scale=torch.ones_like(means.norm) if scale is None else scale.clone(),
         # copies: the state's own may be given up
         lr=rate.clone() if isinstance(rate, Tensor) else trees.tree_map(Tensor.clone, rate),

@@ -112,7 +112,8 @@ def window_of_all_ranks(
     sums, spec = trees.flatten(window.accum.grads)
     own = window._replace(accum=window.accum._replace(grads=sums))
     accum, (buffers, rows) = of_all_ranks(plan, state, own, unit)
-    return StepWindow(accum._replace(grads=trees.unflatten(spec, accum.grads)), buffers, rows)
+    accum = accum._replace(grads=trees.unflatten(spec, accum.grads))
+    return StepWindow(accum, buffers, rows, window.checked)
 
 
 def weights_of_all(plan: plans.Plan, weights: Tensor) -> Tensor:
@@ -178,7 +179,8 @@ def telling_ranks(plan: plans.Plan, state: TrainState) -> Generator[None]:
         count = len(nothing) if plan.rule.squares else None
         accum = ledger.empty(nothing, state.samples.device, count)
         buffers = begin_buffers(plan.calling.buffers, state.buffers)
-        window = StepWindow(accum, buffers, torch.zeros_like(state.samples))
+        none = torch.zeros_like(state.samples)
+        window = StepWindow(accum, buffers, none, none.bool())
         with suppress(ValueError):  # the others raise that
             of_all_ranks(plan, state, window, refused=str(error).partition(". ")[0])
         raise

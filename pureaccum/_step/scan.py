@@ -163,7 +163,8 @@ def add_together(
         nonfinite=((wide - wide) != 0).sum(),
         weighted=none,
     )
-    return state.StepWindow(trees.add(window.accum, more), window.buffers, before + count * rows)
+    accum, rows = trees.add(window.accum, more), before + count * rows
+    return state.StepWindow(accum, window.buffers, rows, window.checked.clone())
 
 
 def _values(one: One, leaves: Sequence[Tensor], xs: list[Tensor], each: Tensor) -> Tensor:

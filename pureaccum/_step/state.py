@@ -54,6 +54,7 @@ class StepInfo(NamedTuple):
         skipped: How many of them ``nonfinite="skip"`` left out.
         applied: Whether the step was applied: its gradients, loss and learning rates were finite,
             and the weight was not zero.
+        checked: Whether this call checked that microbatches add up to the batch: see ``checks``.
         scale: The loss scale of the step.
         lr: The learning rate of the step; with ``partition`` a dict with one per label; ``()`` if
             the optimizer does not tell.
@@ -76,6 +77,7 @@ class StepInfo(NamedTuple):
     microbatches: Tensor
     skipped: Tensor
     applied: Tensor
+    checked: Tensor
     scale: Tensor
     lr: Any
     aux: trees.Tree
@@ -90,11 +92,13 @@ class StepWindow(NamedTuple):
         accum: The gradients of the *scaled* loss, the weight and the counts.
         buffers: The buffers for the next microbatch; ``()`` without ``buffers=``.
         rows: How many samples the microbatches had, from 0, so that windows of ranks can be merged.
+        checked: Whether any update checked its loss: see ``checks``.
     """
 
     accum: ledger.AccumState
     buffers: Any
     rows: Tensor
+    checked: Tensor
 
 
 class StepInit(Protocol):

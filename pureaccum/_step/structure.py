@@ -80,6 +80,6 @@ def examined(
     alone = plan.group is None and root == "batch"
     cut = whole_batch.read_cut(batch, size, plan.calling.has_aux and alone, root, alone=alone)
     microbatch_loss.check_keys(plan, cut.batch)
-    question = whole_batch.question_about(cut, plan.rule) if plan.calling.check else None
+    question = whole_batch.question_about(cut, plan.rule, "step") if plan.calling.check else None
     dtypes = [trees.accumulation_dtype(x.dtype) for x in params[0]]
     return Prepared(params, cut, sums.kinds_of(params[0], dtypes), question)

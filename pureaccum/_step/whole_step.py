@@ -13,7 +13,17 @@ from torch import Tensor
 
 from .._base import checks, states, trees
 from .._base.torch_internals import modes
-from .._core import batches, exchange, ledger, reductions, weights, whole_batch, windows, writes
+from .._core import (
+    batches,
+    coupling,
+    exchange,
+    ledger,
+    reductions,
+    weights,
+    whole_batch,
+    windows,
+    writes,
+)
 from .._core.seams import Window
 from . import microbatch_loss, next_state, plans, ranks, structure
 from .buffers import begin_buffers
@@ -67,7 +77,8 @@ def _step_of_ranks(
         sums = summing(mine, batch, first, *shared)
     buffers, own_rows = sums.carried
     accum = ledger.in_tensors(sums.accum, state.samples.device, plan.rule.squares)
-    window = StepWindow(accum, buffers, torch.full_like(state.samples, own_rows))
+    rows = torch.full_like(state.samples, own_rows)
+    window = StepWindow(accum, buffers, rows, torch.zeros_like(rows, dtype=torch.bool))
     given = mine.params, mine.buffers, mine.loss_scale, batch, shared
     accum, carried = ranks.of_all_ranks(plan, state, window, sums.unit, given)
     return next_state.finished(
@@ -98,7 +109,7 @@ def _summed(
         flow = ledger.Flow(carried=((), sum(cut.sizes)), aux_reduction=plan.calling.aux_reduction)
     else:
         flow = _flow(plan, (begin_buffers(buffers, state.buffers), 0))
-    summing = _accumulated if some else _of_no_rows
+    summing, asked = _accumulated if some else _of_no_rows, coupling.times_asked()
     sums = summing(plan, state, prepared, first, flow)
     return next_state.Summed(
         accum=sums.state,
@@ -107,6 +118,7 @@ def _summed(
         unit=sums.unit,
         # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
         rows=float(rows or 1) if cut.untouched and not sums.weighted else 1.0,
+        checked=coupling.times_asked() > asked,
     )
 
 
@@ -194,13 +206,15 @@ def _folded(
     plans.check_window(plan, state, window, params)
     flow = _flow(plan, (window.buffers, first_row(plan, window, offset)))
     flow = flow._replace(aux=aux, whole=plan.calling.whole)
+    asked = coupling.times_asked()
     sums = summing(state, microbatch, flow, *shared)
+    checked = window.checked | (coupling.times_asked() > asked)
     grads = [x * sums.unit if sums.unit != 1 else x for x in sums.state.grads]
     own = ledger.in_tensors(sums.state, state.samples.device, plan.rule.squares)
     own = own._replace(grads=trees.unflatten(params[1], grads))
     rows = torch.full_like(window.rows, batches.read_batch(microbatch).rows or 0)
     buffers = trees.tree_map(torch.clone, sums.carried[0])
-    new = StepWindow(trees.add(window.accum, own), buffers, window.rows + rows)
+    new = StepWindow(trees.add(window.accum, own), buffers, window.rows + rows, checked)
     aux = sums.aux
     if plan.donate and modes.may_write():
         if aux is not None:

@@ -16,7 +16,7 @@ from .._base import checks, states, trees
 from .._base.torch_internals import modes
 from .._core import batches, ledger, reductions, seams, structures, terms, windows, writes
 from .._core.accumulator import updated
-from .._core.coupling import question_of
+from .._core.coupling import question_of, times_asked
 from .._core.sums import Kinds, kinds_of
 from .._core.weights import Microbatch
 from . import microbatch_loss, next_state, plans, ranks
@@ -39,6 +39,7 @@ def begin_window(plan: plans.Plan, state: TrainState) -> StepWindow:
         accum=ledger.empty(trees.zeros(state.params), leaves[0].device, count),
         buffers=trees.tree_map(torch.clone, begin_buffers(plan.calling.buffers, state.buffers)),
         rows=torch.zeros_like(state.samples),
+        checked=torch.zeros_like(state.samples, dtype=torch.bool),
     )
 
 
@@ -113,7 +114,7 @@ def updated_window(
         microbatch_loss.caller(plan, state, spec),
         plan.calling.known,
         (writes.Given("state.params", leaves, spec), *microbatch_loss.what_is_shared(plan), given),
-        question_of(read, plan.rule) if plan.calling.check else None,
+        question_of(read, plan.rule, "update") if plan.calling.check else None,
     )
     before = window.buffers, first_row(plan, window, offset)
     part = seams.Portion(
@@ -124,10 +125,15 @@ def updated_window(
         whole=plan.calling.whole,
     )
     about = seams.Window(rule=plan.rule, unit=unit, scale=next_state.scale_of(plan, state))
+    asked = times_asked()
     accum, entry = updated(window.accum, loss, read, part, about, kinds, plan.donate)
+    checked = window.checked
+    if times_asked() > asked:
+        checked = torch.ones_like(checked)
     carried = window.buffers, window.rows
     try:
         after, entry = microbatch_loss.onwards(plan, carried, entry, rows)
+        carried, after = (*carried, window.checked), (*after, checked)
         if plan.donate and modes.may_write():
             if plan.calling.has_aux:
                 given_up = state.params, state.buffers, window.buffers
@@ -207,7 +213,7 @@ def merge_windows(plan: plans.Plan, a: StepWindow, b: StepWindow) -> StepWindow:
     buffers = trees.tree_map(torch.clone, a.buffers)
     if buffers and buffers.moments:
         buffers = buffers._replace(moments=merged_moments(a.buffers.moments, b.buffers.moments))
-    return StepWindow(accum, buffers, a.rows + b.rows)
+    return StepWindow(accum, buffers, a.rows + b.rows, a.checked | b.checked)
 
 
 @plans.recording
@@ -243,7 +249,13 @@ def applied_window(
             accum, carried = ranks.of_all_ranks(plan, state, window._replace(accum=accum), unit)
             unit = 1.0
         summed = next_state.Summed(
-            accum=accum, carried=carried, aux=aux, unit=unit, rows=rows, own=own or shared
+            accum=accum,
+            carried=carried,
+            aux=aux,
+            unit=unit,
+            rows=rows,
+            own=own or shared,
+            checked=window.checked,
         )
         result = next_state.finished(plan, state, ready, summed)
     except BaseException:

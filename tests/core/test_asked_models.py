@@ -12,8 +12,7 @@ from torch.func import functional_call
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
-from pureaccum._core import coupling
-from tests.problems import Around, nobody_was_asked
+from tests.problems import Around, forget_losses, nobody_was_asked
 
 
 pytestmark = [
@@ -411,7 +410,7 @@ def test_a_network_whose_rows_are_apart_is_not_refused(seed, dtype):
         return LOSSES[kind](functional_call(net, params, (batch["x"],)), batch["y"])
 
     for size in sizes(seed, dtype):
-        coupling._answers.clear()
+        forget_losses()
         value = pa.value(loss, microbatch_size=size)
         for _ in range(3):
             value(params, batch)

@@ -231,19 +231,6 @@ def test_a_step_that_is_given_its_state_up_gives_it_back(size):
     assert_trees_bitwise_equal(*results)
 
 
-@pytest.mark.mechanism
-def test_a_stream_is_refused_where_its_padding_begins():
-    """The third microbatch is not asked; the fourth is."""
-    parts = [batch(4) | {"mask": torch.ones(4, 3)} for _ in range(2)] + [batch(4)] * 3
-    parts = [part | {"mask": part["mask"].float()} for part in parts]
-    acc, own = pa.accumulator(coupled), params()
-    state = in_parts(acc, own, parts[:3])
-    with pytest.raises(CoupledLossError):
-        acc.update(state, own, parts[3])
-    with pytest.raises(CoupledLossError):
-        stepping(coupled, stream=True)()
-
-
 def test_a_stream_whose_padding_begins_later_is_refused_soon():
     even = batch(4) | {"mask": torch.ones(4, 3)}
     padded = batch(4) | {"mask": batch(4)["mask"].float()}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import pureaccum as pa
-from pureaccum._core import coupling
+from tests.problems import forget_losses
 
 
 pytestmark = [pytest.mark.bounds, pytest.mark.promise("refused")]
@@ -70,7 +70,7 @@ def peak(run):
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("way", ["value", AUTO, "func", "autograd", "step", "donated step"])
 def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way, name):
-    coupling._answers.clear()  # or it would not be the first
+    forget_losses()  # or it would not be the first
     asking, plain = (peak(run_of(way, name, check)) for check in (True, False))
     # without a graph, what a microbatch holds shows, and that is the same and a copy of its samples
     copy = 64 * WIDTH * 4 if way == "value" else 0

@@ -1,5 +1,9 @@
 """When a loss is asked whether it may be cut, and where nobody asks: told by the calls of it."""
 
+import os
+import subprocess
+import sys
+import warnings
 from collections import Counter
 from functools import partial
 
@@ -9,9 +13,17 @@ from torch.autograd import forward_ad
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
-from pureaccum._core import coupling
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.problems import Operations, fits, function, in_parts, leaf, nobody_was_asked, together
+from tests.problems import (
+    Operations,
+    fits,
+    forget_losses,
+    function,
+    in_parts,
+    leaf,
+    nobody_was_asked,
+    together,
+)
 from tests.runs import RUNS
 
 
@@ -21,7 +33,7 @@ pytestmark = [
     pytest.mark.usefixtures(nobody_was_asked.__name__),
 ]
 W = torch.tensor([0.5, -1.0, 0.25])
-SCHEDULE = (1, 2, 4, 8)  # the calls that ask, of the first nine
+SCHEDULE = (1, 2, 3, 5, 8)  # the calls that ask, of the first nine
 
 
 def rows(n, seed=0):
@@ -64,16 +76,18 @@ def run_of(name, loss, check):
 NOTING = Noting()
 MADE = {  # at each call
     "the same": lambda: NOTING,
-    "a lambda": lambda: lambda w, x: NOTING(w, x),
     "a bound method": lambda: NOTING.loss,
-    "a partial": lambda: partial(lambda noting, w, x: noting(w, x), NOTING),
+}
+ANEW = {
+    "a lambda": lambda: lambda w, x: NOTING(w, x),
+    "a partial": lambda: partial(NOTING.loss),
     "around a temperature": lambda: (lambda t: lambda w, x: NOTING(w, x) * t)(float(len(MADE))),
 }
 
 
 @pytest.mark.parametrize("name", ["grad", "value", "update", "step"])
 @pytest.mark.parametrize("made", MADE)
-def test_calls_one_two_four_and_eight_ask_one_microbatch(name, made):
+def test_calls_one_two_three_five_and_eight_ask_one_microbatch(name, made):
     """Two parts of it, beside what a call computes that does not ask."""
     asking, plain = (run_of(name, MADE[made], check) for check in (True, False))
     for call in range(1, 10):
@@ -87,6 +101,140 @@ def test_calls_one_two_four_and_eight_ask_one_microbatch(name, made):
         assert more == expected, (call, more, usual)
 
 
+@pytest.mark.parametrize("made", ANEW)
+def test_a_loss_that_is_made_anew_is_asked_anew(made):
+    asking = run_of("grad", ANEW[made], True)
+    for _ in range(9):
+        assert NOTING.during(asking)[2] >= 2
+
+
+def test_making_losses_anew_again_and_again_is_told_once():
+    def run():
+        pa.grad(lambda w, x: fits(w, x), microbatch_size=2)(W, rows(4))
+
+    for _ in range(49):
+        run()
+    with pytest.warns(UserWarning, match=r"50 losses made of .*<lambda>.*Make the loss once"):
+        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(60):
+            run()
+
+
+def test_a_second_loss_of_one_factory_is_asked():
+    """Whatever its first one has answered, and however often."""
+
+    def made(weight, module):
+        return lambda w, x: fits(w, x) + weight * module(x).square().mean()
+
+    first = pa.grad(made(0.0, torch.nn.Identity()), microbatch_size=4)
+    for _ in range(40):
+        first(W, rows(12))
+    second = pa.grad(made(0.1, lambda x: x - x.mean(0)), microbatch_size=4)
+    with pytest.raises(CoupledLossError):
+        second(W, rows(12))
+
+
+@pytest.mark.parametrize("period", [10, 12])
+def test_what_comes_once_in_a_period_is_refused(period):
+    """Padding in the last batch of an epoch, say: no power of two is a multiple of ten."""
+    loss = lambda w, x: (coupled if (x > 5).any() else fits)(w, x)  # noqa: E731
+    bad = rows(12)
+    bad[:, 0] = 6
+    value = pa.value(loss, microbatch_size=4)
+
+    def run():
+        for call in range(1, 1200):
+            value(W, rows(12) if call % period else bad)
+
+    with pytest.raises(CoupledLossError):
+        run()
+
+
+def test_each_number_of_samples_and_each_caller_is_a_kind_of_its_own():
+    """So the last batch of an epoch is asked about, and what a value shows is no gradient's."""
+    loss = Noting()
+    grad, value = (make(loss, microbatch_size=4) for make in (pa.grad, pa.value))
+    for _ in range(8):
+        grad(W, rows(12))
+    for run in (lambda: grad(W, rows(11)), lambda: value(W, rows(12))):
+        assert loss.during(run)[2] >= 2
+    assert loss.during(lambda: grad(W, rows(12))) == Counter({4: 3})
+
+
+def test_info_tells_that_a_step_has_asked():
+    for size in (4, None):
+        step = pa.make_step(lambda w, x: fits(w, x), pa.sgd(0.1), microbatch_size=size)
+        state, told = step.init(W), []
+        for _ in range(9):
+            whole = step(state, rows(12)) if size else step.window(state, [rows(12)])
+            state, info = whole
+            assert info.checked.shape == ()
+            assert info.checked.dtype == torch.bool
+            told.append(bool(info.checked))
+        assert [call for call, yes in enumerate(told, 1) if yes] == [*SCHEDULE]
+
+
+# Settings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grad", "value", "update", "step"])
+def test_off_runs_what_was_written_once_a_microbatch_and_refuses_nothing(name):
+    loss = Noting(coupled)
+    run = run_of(name, lambda: loss, True)
+    with pa.checks("off"):
+        for _ in range(3):
+            assert loss.during(run) == ({4: 1} if name == "update" else {4: 3})
+    with pytest.raises(CoupledLossError):
+        run()
+
+
+def test_always_asks_every_call_but_not_where_one_function_says_no():
+    asking, plain = (run_of("step", lambda: NOTING, check) for check in (True, False))
+    with pa.checks("always"):
+        for _ in range(9):
+            assert NOTING.during(asking)[2] >= 2
+        NOTING.during(plain)
+        assert NOTING.during(plain) == {4: 3}
+
+
+@pytest.mark.promise("threads")
+def test_a_setting_is_its_threads_and_a_plain_call_the_processs():
+    def asks():
+        loss = Noting(coupled)
+        try:
+            pa.grad(loss, microbatch_size=4)(W, rows(12))
+        except CoupledLossError:
+            return True
+        return False
+
+    with pa.checks("off"):
+        assert [asks(), *together(asks)] == [False, True]
+        with pa.checks("always"):
+            assert asks()
+        assert not asks()
+    try:
+        assert repr(pa.checks("off")) == "checks('off')"
+        assert [asks(), *together(asks)] == [False, False]
+        with pa.checks("first"):
+            assert [asks(), *together(asks)] == [True, False]
+    finally:
+        pa.checks("first")
+    assert [asks(), *together(asks)] == [True, True]
+    with pytest.raises(ValueError, match="mode is 'plain'; expected 'off' or 'first' or 'always'"):
+        pa.checks("plain")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("given", "comes"), [("off", "off"), ("none", "mode is 'none'; expected")])
+def test_the_environment_sets_the_beginning(given, comes):
+    said = "import pureaccum._core.asking as asking; print(asking.setting())"
+    of = os.environ | {"PUREACCUM_CHECKS": given}
+    run = subprocess.run([sys.executable, "-c", said], env=of, capture_output=True, text=True)
+    assert comes in run.stdout + run.stderr
+
+
 def test_a_call_that_does_not_ask_calls_the_loss_once_a_microbatch():
     loss = Noting()
     grad = pa.grad(loss, microbatch_size=4)
@@ -98,8 +246,8 @@ def test_a_call_that_does_not_ask_calls_the_loss_once_a_microbatch():
 def test_each_call_that_asks_is_about_another_microbatch():
     """So that one bad microbatch of four is met, wherever it stands."""
     loss = lambda w, x: (coupled if (x > 5).any() else fits)(w, x)  # noqa: E731
-    for bad, call in enumerate(SCHEDULE):
-        coupling._answers.clear()
+    for bad, call in enumerate(SCHEDULE[:4]):
+        forget_losses()
         x = rows(16)
         x[4 * bad] = 6
         grad = pa.grad(loss, microbatch_size=4)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import pureaccum as pa
 from pureaccum import CoupledLossError
-from pureaccum._core import coupling
 from pureaccum.distributed import psum
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.problems import forget_losses
 from tests.ranks import cases_on_ranks
 
 
@@ -40,7 +40,7 @@ def standardised(w, batch):
 
 
 def making(loss, **options):
-    coupling._answers.clear()  # cases are one loss
+    forget_losses()  # cases are one loss
     step = pa.make_step(loss, pa.sgd(0.1), group=dist.group.WORLD, **options)
     return step, step.init(W)
 
@@ -118,8 +118,23 @@ def reaches_others():
     agree_again()
 
 
+def rank_0_evaluates():
+    """It calls the loss more often than the others, in values and with a setting of its own."""
+    step, state = making(fits, microbatch_size=SIZE)
+    for i in range(9):
+        if dist.get_rank() == 0:
+            with pa.checks("always" if i % 2 else "off"):
+                pa.value(fits, microbatch_size=SIZE)(state.params, rows(10))
+                pa.grad(fits, microbatch_size=SIZE)(state.params, rows(8 + i))
+        with pa.checks("off" if dist.get_rank() else "always"):
+            state, info = step(state, rows(8 + i * dist.get_rank()))
+        assert bool(info.checked) == (dist.get_rank() == 0)
+    agree_again()
+
+
 CASES = {
     "refused by one": refused_by_one,
+    "rank 0 evaluates": rank_0_evaluates,
     "refused in a stream": refused_in_a_stream,
     "reaches others": reaches_others,
     **{f"refused, {name}": partial(refused_on_all, counts) for name, counts in FEW.items()},
