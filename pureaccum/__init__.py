@@ -32,6 +32,7 @@ from typing import Any as _Any
 
 from . import curvature as curvature
 from . import distributed as distributed
+from ._base.asking import checks as checks
 from ._base.named_leaves import tree_get as tree_get
 from ._base.named_leaves import tree_set as tree_set
 from ._base.states import make_public as _make_public
@@ -40,7 +41,6 @@ from ._base.states import unstack as unstack
 from ._base.trees import all_finite as all_finite
 from ._base.trees import global_norm as global_norm
 from ._core.accumulator import accumulator as accumulator
-from ._core.asking import checks as checks
 from ._core.batches import microbatches as microbatches
 from ._core.batches import windows as windows
 from ._core.causes import CoupledLossError as CoupledLossError

@@ -5,8 +5,8 @@
 are classes of a user's own that are trees too, and ``named_leaves`` finds and sets a leaf by name.
 ``states`` are tuples of tensors that may be given up, and stacked; ``reprs`` print them. ``checks``
 say what is wrong with what callers hand in, and ``refusals`` what torch's compiler, vmap and vjp
-refuse. ``claims`` compare what ranks hold, by checksums of their bytes, and by the ``settings``
-that makers were given. ``random_state`` lets the same random numbers be drawn again,
-``observation`` leaves nothing behind, and a ``deterministic`` run knows neither chance nor narrow
-dtypes.
+refuse. ``asking`` decides at which calls a loss is checked. ``claims`` compare what ranks hold, by
+checksums of their bytes, and by the ``settings`` that makers were given. ``random_state`` lets the
+same random numbers be drawn again, ``observation`` leaves nothing behind, and a ``deterministic``
+run knows neither chance nor narrow dtypes.
 """

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from .._base import checks, dtensors, observation, trees
+from .._base.asking import Answer
 from .._base.deterministic import cast_tree, deterministic
 from .._base.torch_internals import autograd, functorch, modes
 from . import batches, causes, losses, terms, weights
-from .asking import Answer
 from .weighted import WeightedSum
 
 

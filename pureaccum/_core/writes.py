@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._base import checks, deterministic, dtensors, observation, states, trees
+from .._base import asking, checks, deterministic, dtensors, observation, states, trees
 from .._base.torch_internals import autograd, kernels, module_slots, operations
 from .._base.torch_internals.modes import dispatched, transform_active, unnoticed
-from . import asking, called_modules, closures, coupling, losses
+from . import called_modules, closures, coupling, losses
 
 
 class Known:

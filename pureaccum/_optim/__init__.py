@@ -4,6 +4,7 @@
 step is not applied. ``optimizers`` has the arithmetic of ``sgd``, ``adam`` and ``adamw``.
 ``schedules`` and ``decays`` compute learning rates from the number of applied steps. ``ema``
 averages parameters. ``combinators`` builds optimizers from others (``chain``, ``partition``), and
-``from_torch`` wraps any class of ``torch.optim``. A ``minimizer`` takes a function of the whole
-batch instead of its gradient: ``sam``, and ``lbfgs`` with its ``line_search``.
+``from_torch`` wraps any class of ``torch.optim``, and ``users`` those of anybody's own. A
+``minimizer`` takes a function of the whole batch instead of its gradient: ``sam``, and ``lbfgs``
+with its ``line_search``.
 """

@@ -11,17 +11,15 @@ optimizer is anything with ``init(params)`` and ``apply(grads, state, params)``.
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import optree
-import torch
 from torch import Tensor
 
 from .._base import checks, dtensors, reprs, settings, trees
 from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import kernels, modes
-from . import updates
+from . import updates, users
 
 
 # Gradient maps -------------------------------------------------------------------------------
@@ -131,14 +129,15 @@ def chain(*parts: Any) -> updates.Optimizer:
     if not parts:
         raise ValueError("chain got no parts; expected gradient maps and, last, an optimizer.")
     for i, part in enumerate(parts[:-1]):
-        if not _has(part, "init", "update"):
-            cause = " Pass an optimizer last." if _has(part, "init", "apply") else ""
+        if not users.has(part, "init", "update"):
+            cause = " Pass an optimizer last." if users.has(part, "init", "apply") else ""
             raise TypeError(
-                f"part {i} of chain is {_named(part)}; expected a gradient map, which has "
+                f"part {i} of chain is {users.named(part)}; expected a gradient map, which has "
                 f"init(params) and update(grads, state) -> (grads, state).{cause}"
             )
     *maps, last = parts
-    optimizer = as_optimizer(last, "the last part of chain")
+    pure = [x.update if isinstance(x, GradientMap) else users.pure_map(x) for x in maps]
+    optimizer = users.as_optimizer(last, "the last part of chain")
 
     def init(params: trees.Tree) -> tuple[Any, ...]:
         """Return the tuple of the parts' first states."""
@@ -147,7 +146,7 @@ def chain(*parts: Any) -> updates.Optimizer:
     def check(state: Any, params: trees.Flat, root: str) -> updates.Begin:
         """Check that a state belongs to this chain, and that its last part fits these params."""
         if not isinstance(state, tuple) or len(state) != len(parts):
-            came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
+            came = f"a tuple of {len(state)}" if isinstance(state, tuple) else users.named(state)  # pyright: ignore
             raise TypeError(
                 f"{root} is {came}; a chain of {len(parts)} parts expects the tuple of states that "
                 "its init or its last call returned. Likely cause: the state comes from another "
@@ -170,88 +169,20 @@ def chain(*parts: Any) -> updates.Optimizer:
         norm: Tensor | None,
     ) -> tuple[trees.Tree, tuple[Any, ...]]:
         new: list[Any] = []
-        for map, old in zip(maps, state, strict=False):
+        for map, update, old in zip(maps, pure, state, strict=False):
             norm, known = None, norm
             if isinstance(map, GradientMap) and map.factor is not None and known is not None:
                 grads, later = _scaled(grads, map.factor(known), donate), old
             else:
                 options = {"donate": donate} if isinstance(map, GradientMap) else {}
-                tree, later = map.update(trees.unflatten(params[1], grads), old, **options)
-                cause = f"update of {_named(map)} must return gradients like those that it gets."
+                tree, later = update(trees.unflatten(params[1], grads), old, **options)
+                cause = f"update of {users.named(map)} must return gradients like those it gets."
                 grads = updates.fitting_gradients(tree, params, "its grads", cause)
             new.append(trees.where(applied, later, old))
         stepped, kept = last.apply(grads, applied, donate, norm)
         return stepped, (*new, kept)
 
     return updates.optimizer_of(init, check, in_graphs=optimizer.in_graphs)
-
-
-# Optimizers of anybody's ---------------------------------------------------------------------
-
-
-def as_optimizer(optimizer: Any, what: str = "optimizer") -> updates.Optimizer:
-    """The optimizer itself, or anybody's as one that keeps all where a step is not applied."""
-    if isinstance(optimizer, updates.Optimizer):
-        return optimizer
-    if isinstance(optimizer, torch.optim.Optimizer) or (
-        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
-    ):
-        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-        raise TypeError(
-            f"{what} is torch's {cls.__name__}, which changes parameters in place; expected "
-            f"pureaccum's sgd, adam or adamw, or from_torch({cls.__name__}, lr=...)."
-        )
-    if isinstance(optimizer, FunctionType):
-        name = optimizer.__name__
-        raise TypeError(
-            f"{what} is the function {name}; expected an optimizer. Likely cause: the function was "
-            f"not called. Write {name}(...)."
-        )
-    if not _has(optimizer, "init", "apply"):
-        raise TypeError(
-            f"{what} is {_named(optimizer)}; expected an optimizer, which has init(params) and "
-            "apply(grads, state, params) -> (params, state): sgd, adam, adamw, from_torch(...), "
-            "or chain(*maps, optimizer) for gradient maps."
-        )
-
-    plain: Callable[..., Any] = optimizer.apply
-
-    def begin(state: Any, params: trees.Flat) -> updates.Ready:
-        return updates.Ready(True, partial(step, state, params), ())  # its rate is unknown
-
-    def step(
-        state: Any,
-        params: trees.Flat,
-        grads: list[Tensor],
-        applied: updates.Applied,
-        donate: bool,
-        norm: Tensor | None,
-    ) -> tuple[trees.Tree, Any]:
-        leaves, spec = params
-        old = trees.unflatten(spec, leaves), state
-        new: Any = plain(trees.unflatten(spec, grads), state, old[0])
-        came = "the result of apply"
-        cause = "apply(grads, state, params) must return (params, state) like those that it gets."
-        after = checks.read_tensors(new, came, cause)[1]
-        checks.check_same_structure(trees.flatten(old)[1], after, "the input of apply", came, cause)
-        updates.fitting(new[0], params, (f"{came}[0]", "params"), cause)
-        new = trees.where(applied, tuple(new), old)
-        if donate and modes.may_write():
-            new = trees.unflatten(after, hand_over(trees.tree_leaves(old), trees.tree_leaves(new)))
-        return new
-
-    made = updates.optimizer_of(partial(optimizer.init), lambda state, params, root: begin)
-    settings.note_maker(made, settings.MadeBy(type(optimizer).__qualname__, {"apply": plain}))
-    return made
-
-
-def _has(thing: Any, *methods: str) -> bool:
-    """Whether an object, not the class of one, has these methods."""
-    return not isinstance(thing, type) and all(callable(getattr(thing, m, None)) for m in methods)
-
-
-def _named(thing: Any) -> str:
-    return f"the class {thing.__name__}" if isinstance(thing, type) else reprs.kind(thing)
 
 
 # A partition ---------------------------------------------------------------------------------
@@ -293,7 +224,7 @@ def partition(
     if not optimizers:
         raise ValueError("partition got no optimizers; expected one for each label.")
     known = {
-        label: as_optimizer(optimizer, f"the optimizer labelled {label!r}")
+        label: users.as_optimizer(optimizer, f"the optimizer labelled {label!r}")
         for label, optimizer in optimizers.items()
     }
     positions = partial(_positions, known, label_of_path)

@@ -9,8 +9,8 @@ from torch import Tensor
 from .._base import checks, dtensors, states, trees
 from .._base.settings import records
 from .._base.trees import Tree, scalar
-from .combinators import as_optimizer
 from .minimizer import Minimizer, asked, check_function, plainly
+from .users import as_optimizer
 
 
 @states.loadable

@@ -262,19 +262,14 @@ class CompiledStep:
         at_hand = given[-1].root == "batch"
         if at_hand:
             size = plans.size_of(plan)
-            parts = (
-                parts
-                if size is None
-                else [*map(batches.read_batch, batches.cut_batch(batch, size))]
-            )
+            if size is not None:
+                parts = [*map(batches.read_batch, batches.cut_batch(batch, size))]
             cut = cut and len(parts) > 1
             if not any(answer.coupled for answer in calling.known.answers.values()):
                 parts = [parts[next(self.looks) % len(parts)]]
         told = writes.Given("state.params", leaves, spec), *given
-        call, carried = (
-            microbatch_loss.caller(plan, state, spec),
-            begin_buffers(calling.buffers, state.buffers),
-        )
+        call = microbatch_loss.caller(plan, state, spec)
+        carried = begin_buffers(calling.buffers, state.buffers)
         asked = coupling.question_of(batch, plan.rule, "step").kind if cut else None
         self.asked[kind] = asked
         with ranks.telling_ranks(plan, state) if at_hand else nullcontext():

@@ -21,7 +21,7 @@ from .._base.torch_internals import autograd, modes
 from .._core import auto_size, batches, buckets, precision, reductions, seams, structures, writes
 from .._core.layers import order
 from .._core.losses import Reduction
-from .._optim import combinators
+from .._optim import users
 from .._pure.keys import key
 from . import compiled, constants, plans, ranks, whole_step, windows
 from .buffers import Threading, begin_buffers, check_policy
@@ -181,7 +181,7 @@ def make_step(
     )
     plan = plans.Plan(
         calling=calling,
-        optimizer=combinators.as_optimizer(optimizer),
+        optimizer=users.as_optimizer(optimizer),
         size=size,
         rule=rule,
         loss_scale=loss_scale,

@@ -253,16 +253,17 @@ def test_lbfgs_says_so_under_forward_ad_and_in_graphs():
 def test_where_gradients_are_handed_out_it_says_what_it_takes(name):
     opt = MINIMIZERS[name]
     words = f"func is a dict; {name} expects a function", "make_step, chain and partition"
-    for of in (opt, pa.chain(pa.clip_by_global_norm(1.0), opt)):
-        with refused(TypeError, *words, given=PARAMS):
-            of.apply(PARAMS, of.init(PARAMS), PARAMS)
-    step = pa.make_step(squares, opt, microbatch_size=4)
-    state = step.init(PARAMS)
-    with refused(TypeError, *words, given=state):
-        step(state, BATCH)
-    around = pa.sam(opt)
     with refused(TypeError, *words, given=PARAMS):
-        around.apply(of_batch, around.init(PARAMS), PARAMS)
+        opt.apply(PARAMS, opt.init(PARAMS), PARAMS)
+    words = name, "takes a function of the parameters", "fn = pa.grad_and_value(loss"
+    for make in (
+        lambda: pa.make_step(squares, opt, microbatch_size=4),
+        lambda: pa.chain(pa.clip_by_global_norm(1.0), opt),
+        lambda: pa.partition({"all": opt}, lambda path: "all"),
+        lambda: pa.sam(opt),
+    ):
+        with refused(TypeError, *words):
+            make()
 
 
 # Functions with walls ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, get_args
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._base.checks import check_choice, here
+from .checks import check_choice, here
 
 
 FIRST_CALLS = 1, 2, 3, 5, 8
