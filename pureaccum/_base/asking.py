@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, get_args
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .checks import check_choice, here
+from .checks import Here, check_choice, here
 
 
 FIRST_CALLS = 1, 2, 3, 5, 8
@@ -47,7 +47,7 @@ class Answer:
 
     def asks_at(self, call: int) -> bool:
         """Return whether a call asks, as the schedule or ``checks`` says."""
-        return call >= self.due or setting() == "always"
+        return call >= self.due or here.checks == "always"
 
 
 def next_call(calls: int) -> int:
@@ -86,20 +86,26 @@ class checks:
     def __init__(self, mode: Mode) -> None:
         check_choice(mode, get_args(Mode), "mode")
         self.mode = mode
-        self.around: list[Mode | None] = []
+        self.around: list[str | None] = []  # of this thread
         _of_process.append(self)
+        Here.checks = mode
 
     def __enter__(self) -> Self:
         """Set it in this thread alone."""
         if self in _of_process:
             _of_process.remove(self)
-        self.around.append(here.checks)
+            Here.checks = _of_process[-1].mode
+        self.around.append(vars(here).get("checks"))
         here.checks = self.mode
         return self
 
     def __exit__(self, *_: object) -> None:
         """Set what was set before."""
-        here.checks = self.around.pop()
+        before = self.around.pop()
+        if before is None:
+            del here.checks
+        else:
+            here.checks = before
 
     def __repr__(self) -> str:
         return f"checks({self.mode!r})"
@@ -107,11 +113,6 @@ class checks:
 
 _of_process: list[checks] = []
 checks(os.environ.get("PUREACCUM_CHECKS", "first"))  # pyright: ignore[reportArgumentType]
-
-
-def setting() -> Mode:
-    """Return when this thread checks losses."""
-    return here.checks or _of_process[-1].mode
 
 
 # Losses that are made anew at each call ------------------------------------------------------
@@ -125,9 +126,10 @@ def count_loss(loss: Any) -> None:
     while isinstance(loss, partial):
         loss = loss.func
     code = getattr(loss, "__code__", None)
-    if not isinstance(code, CodeType) or loss.__module__.startswith("pureaccum."):
+    if not isinstance(code, CodeType) or str(loss.__module__).startswith("pureaccum."):
         return
-    _checked[code] = count = _checked.get(code, 0) + 1
+    count: int = (_checked.get(code) or 0) + 1
+    _checked[code] = count
     if count == LOSSES:
         warnings.warn(
             f"{LOSSES} losses made of {code.co_qualname} ({code.co_filename}:"

@@ -319,7 +319,7 @@ class Here(threading.local):
         first: Of a product of curvature that is to be compared, its arguments: see passes.py.
         compares: Whether such products are compared.
         observed: What undoes a run that is observed: see observation.py.
-        checks: When losses are checked, if this thread has a setting: see asking.py.
+        checks: When losses are checked; that of the class is the process's: see asking.py.
         asked: How many calls have checked their loss: see StepInfo.
         seeks: What looks for the tensors that a function captures: see recomputation.py.
     """
@@ -329,7 +329,7 @@ class Here(threading.local):
     first: Any = None
     compares: bool = True
     observed: Any = None
-    checks: Any = None
+    checks: str = "first"
     asked: int = 0
     seeks: Any = None
 

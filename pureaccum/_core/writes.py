@@ -88,10 +88,12 @@ def known_of(loss: Any) -> Known:
     if isinstance(loss, MethodType):
         owner, function = loss.__self__, loss.__func__
     try:
-        of_owner = _of_losses.setdefault(owner, {})
+        of_owner: dict[Any, Known] = _of_losses.setdefault(owner, {})  # pyright: ignore
     except TypeError:  # it takes no weak reference
         return Known(loss)
-    return of_owner.get(function) or of_owner.setdefault(function, Known(loss))
+    if function not in of_owner:
+        of_owner[function] = Known(loss)
+    return of_owner[function]
 
 
 @contextmanager
@@ -126,7 +128,7 @@ def knows(known: Known, *given: Given, asked: Any = None) -> bool:
     kind = _kind(known, given)
     if asked is None or kind not in known.kinds:
         return kind in known.kinds
-    if asking.setting() == "off":
+    if checks.here.checks == "off":
         return True
     answer = known.answers.get((kind, asked))
     if answer is None or answer.asks_at(answer.calls + 1):
@@ -167,13 +169,14 @@ class _Guard:
 
     def __enter__(self) -> Callable[..., Any]:
         known, question, kind = self.known, self.question, _kind(self.known, self.decides)
-        off = asking.setting() == "off"
+        off = checks.here.checks == "off"
         if off or kind in known.kinds:
             self.watched, self.asks = True, self.asks and not off
             self.begin()
             if question is not None and self.asks:
                 answer = known.answers.get((kind, question.kind))
-                if answer is not None and not answer.asks_at(answer.calls + 1):
+                always = checks.here.checks == "always"
+                if answer is not None and answer.calls + 1 < answer.due and not always:
                     answer.calls, self.asks = answer.calls + 1, False
         self.asks = self.asks and coupling.may_be_asked()
         return self.guarded

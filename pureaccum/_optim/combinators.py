@@ -55,6 +55,7 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         max_norm: The largest norm that stays unscaled, above zero.
 
     Example:
+        >>> import torch
         >>> clip = clip_by_global_norm(1.0)
         >>> grads, _ = clip.update({"w": torch.tensor([3.0, 4.0])}, ())
         >>> grads["w"]
@@ -116,6 +117,7 @@ def chain(*parts: Any) -> updates.Optimizer:
             ``update(grads, state) -> (grads, state)``, then one optimizer.
 
     Example:
+        >>> import torch
         >>> from pureaccum import sgd
         >>> opt = chain(clip_by_global_norm(1.0), sgd(1.0))
         >>> params = torch.tensor([1.0, 1.0])

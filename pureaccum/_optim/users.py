@@ -125,7 +125,7 @@ def _pure(call: Callable[..., Any], name: str, roots: Sequence[str]) -> Callable
         if torch.compiler.is_dynamo_compiling():
             return call(*given)
         history.calls += 1
-        sums = modes.at_top_level() and asking.setting() != "off"
+        sums = modes.at_top_level() and checks.here.checks != "off"
         if sums := sums and history.asks_at(history.calls):
             history.note(False, rows=3)
         leaves = trees.tree_leaves(given)

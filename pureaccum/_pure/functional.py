@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from .._base import checks, reprs
 from .._base.torch_internals import autograd, functorch, modes, module_slots
 from .._core import buckets, closures, microbatch
-from . import microbatched_module, shell
+from . import loading, microbatched_module, shell
 
 
 class ModuleApply(Protocol):
@@ -37,8 +37,8 @@ class ModuleApply(Protocol):
 class Functional(NamedTuple):
     """A module as a pure function, and the tensors that belong to it.
 
-    ``params``, ``frozen`` and ``buffers`` are detached views of the module's tensors: a step that
-    writes to one writes to the other. ``step.init`` copies them.
+    ``params``, ``frozen`` and ``buffers`` are detached views of the module's tensors, until
+    ``load`` copies a state into the module: then they keep the old numbers.
 
     Attributes:
         apply: ``apply(params, buffers, *args, **kwargs)`` calls the module with these tensors in
@@ -47,12 +47,51 @@ class Functional(NamedTuple):
             name.
         buffers: The module's buffers by name, including those that are not persistent.
         frozen: The other parameters, which ``apply`` adds by itself.
+
+    Example:
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> fn = functional(net)
+        >>> fn.load({"weight": torch.tensor([[3.0]])})
+        >>> net.weight.data, fn.params["weight"].equal(net.weight)
+        (tensor([[3.]]), False)
     """
 
     apply: ModuleApply
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
     frozen: dict[str, Tensor]
+
+    def load(self, params: Any, buffers: Any = ()) -> None:
+        """Copy a trained state into the module: ``fn.load(state.params, state.buffers)``.
+
+        Tied parameters stay tied, and frozen ones stay what they are unless ``params`` has them.
+        Names may have the prefixes of torch.compile and DistributedDataParallel. Whatever is
+        missing, unknown, or of another shape raises before anything is copied. ``fn.params``,
+        ``fn.buffers`` and ``fn.frozen`` keep the numbers that they have.
+
+        Args:
+            params: All parameters that were trained, by name.
+            buffers: All buffers by name; ``()`` leaves the module's as they are.
+        """
+        assert isinstance(self.apply, partial)
+        places, names, *_ = self.apply.args
+        views = self.params | self.frozen | self.buffers
+        targets: list[loading.Target] = []
+        for given, shapes, needed, root in (
+            (params, names.params, self.params, "params"),
+            (buffers, names.buffers, self.buffers if buffers else (), "buffers"),
+        ):
+            new = loading.by_own_names(given, shapes, root)
+            _check(new, shapes, places, root)
+            if missing := [name for name in needed if name not in new]:
+                raise ValueError(
+                    f"{root}[{missing[0]!r}] is missing; expected all {len(needed)} {root} of the "
+                    "module. Likely cause: the state of another model."
+                )
+            for name, x in new.items():
+                own = shell.own_tensor(places, name)
+                targets.append(loading.Target(f"{root}[{name!r}]", x, own, views[name]))
+        loading.copy_into(targets)
 
     def __repr__(self) -> str:
         """The class of the module, and how much belongs to it: numbers of all its parameters."""
@@ -168,6 +207,7 @@ def functional(
     if microbatch_size is not None or group is not None:
         size = checks.LARGEST_INT if microbatch_size is None else microbatch_size
         whole = microbatched_module.WholeBatch(places, size, keep, group)
+    loading.remember(params.values())
     return Functional(partial(_apply, places, names, frozen, whole), params, buffers, frozen)
 
 
@@ -310,7 +350,7 @@ def _check(given: Any, shapes: dict[str, torch.Size], places: shell.Places, root
             raise ValueError(
                 f"{root}[{name!r}] has shape {tuple(tensor.shape)}; expected {tuple(shape)}, as "
                 "in the module. Likely cause: the state of another model, or of several stacked "
-                "ones, which need torch.func.vmap."
+                "ones, which need torch.func.vmap; to load one of them, pa.unstack(state)[i]."
             )
 
 

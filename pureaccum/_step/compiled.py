@@ -74,9 +74,9 @@ class CompiledStep:
             first = state.samples + ranks.before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
         flat = batches.read_batch(batch)
-        asked = coupling.times_asked()
+        asked = checks.here.asked
         self.ask(kind, plan, state, flat, given)
-        checked = coupling.times_asked() > asked
+        checked = checks.here.asked > asked
         eagerly = partial(whole_step.step_whole, self.alone, state, batch, *shared)
         plan = self.counted(kind, plan, began, flat, eagerly)
         kind = kind, plan.calling.whole is None
@@ -183,12 +183,12 @@ class CompiledStep:
         kind = "more", plan.calling.whole is None, *kind_of(old, *told)
         if kind not in self.recipes:
             constants.check_values(self.values, *told)
-        asked = coupling.times_asked()
+        asked = checks.here.asked
         self.ask(kind, plan, state, flat, told)
         rows = window.rows + flat.rows
         own = window if plan.donate else trees.tree_map(torch.clone, window)
         own = own._replace(rows=at)
-        if coupling.times_asked() > asked:
+        if checks.here.asked > asked:
             own = own._replace(checked=torch.ones_like(own.checked))
         given = trees.flatten(own)
         alone = plan._replace(donate=False, group=None)

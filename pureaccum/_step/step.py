@@ -22,7 +22,7 @@ from .._core import auto_size, batches, buckets, precision, reductions, seams, s
 from .._core.layers import order
 from .._core.losses import Reduction
 from .._optim import users
-from .._pure.keys import key
+from .._pure import keys, loading
 from . import compiled, constants, plans, ranks, whole_step, windows
 from .buffers import Threading, begin_buffers, check_policy
 from .loss_scale import LossScale
@@ -341,10 +341,11 @@ def _init(
     """The first state; it shares no memory with what it is made of, and has no history."""
     leaves, spec = checks.read_params(params)
     _refuse_frozen(leaves, spec)
+    loading.warn_of_changes(leaves)
     if torch.is_grad_enabled() and not modes.transform_active():
         _check_beginning(leaves, spec)
     with checks.outside_inference_mode():
-        return _begun(plan, params, leaves[0].device, buffers, seed)
+        return _begun(plan, params, buffers, seed)
 
 
 def _refuse_frozen(leaves: list[torch.Tensor], spec: Any) -> None:
@@ -370,13 +371,12 @@ def _check_beginning(leaves: list[torch.Tensor], spec: Any) -> None:
             )
 
 
-def _begun(
-    plan: plans.Plan, params: trees.Tree, device: torch.device, buffers: trees.Tree, seed: int
-) -> TrainState:
+def _begun(plan: plans.Plan, params: trees.Tree, buffers: trees.Tree, seed: int) -> TrainState:
+    device = trees.tree_leaves(params)[0].device
     plans.check_buffers(plan, buffers)
     begin_buffers(plan.calling.buffers, buffers)  # names what is no tensor
     buffers = () if buffers is None else buffers
-    seeded = key(seed, device)
+    seeded = keys.key(seed, device)
     if plan.agreed is not None:
         buckets.group_of(plan.group)
         ranks.check_same(plan.agreed, params, buffers, seeded, plan.group)

@@ -13,17 +13,7 @@ from torch import Tensor
 
 from .._base import checks, states, trees
 from .._base.torch_internals import modes
-from .._core import (
-    batches,
-    coupling,
-    exchange,
-    ledger,
-    reductions,
-    weights,
-    whole_batch,
-    windows,
-    writes,
-)
+from .._core import batches, exchange, ledger, reductions, weights, whole_batch, windows, writes
 from .._core.seams import Window
 from . import microbatch_loss, next_state, plans, ranks, structure
 from .buffers import begin_buffers
@@ -109,7 +99,7 @@ def _summed(
         flow = ledger.Flow(carried=((), sum(cut.sizes)), aux_reduction=plan.calling.aux_reduction)
     else:
         flow = _flow(plan, (begin_buffers(buffers, state.buffers), 0))
-    summing, asked = _accumulated if some else _of_no_rows, coupling.times_asked()
+    summing, asked = _accumulated if some else _of_no_rows, checks.here.asked
     sums = summing(plan, state, prepared, first, flow)
     return next_state.Summed(
         accum=sums.state,
@@ -118,7 +108,7 @@ def _summed(
         unit=sums.unit,
         # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
         rows=float(rows or 1) if cut.untouched and not sums.weighted else 1.0,
-        checked=coupling.times_asked() > asked,
+        checked=checks.here.asked > asked,
     )
 
 
@@ -206,9 +196,9 @@ def _folded(
     plans.check_window(plan, state, window, params)
     flow = _flow(plan, (window.buffers, first_row(plan, window, offset)))
     flow = flow._replace(aux=aux, whole=plan.calling.whole)
-    asked = coupling.times_asked()
+    asked = checks.here.asked
     sums = summing(state, microbatch, flow, *shared)
-    checked = window.checked | (coupling.times_asked() > asked)
+    checked = window.checked | (checks.here.asked > asked)
     grads = [x * sums.unit if sums.unit != 1 else x for x in sums.state.grads]
     own = ledger.in_tensors(sums.state, state.samples.device, plan.rule.squares)
     own = own._replace(grads=trees.unflatten(params[1], grads))

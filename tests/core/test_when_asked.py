@@ -229,7 +229,7 @@ def test_a_setting_is_its_threads_and_a_plain_call_the_processs():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("given", "comes"), [("off", "off"), ("none", "mode is 'none'; expected")])
 def test_the_environment_sets_the_beginning(given, comes):
-    said = "import pureaccum._base.asking as asking; print(asking.setting())"
+    said = "import pureaccum._base.checks as checks; print(checks.here.checks)"
     of = os.environ | {"PUREACCUM_CHECKS": given}
     run = subprocess.run([sys.executable, "-c", said], env=of, capture_output=True, text=True)
     assert comes in run.stdout + run.stderr
