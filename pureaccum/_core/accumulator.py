@@ -310,7 +310,9 @@ def updated(
     def added(way: engines.Way) -> weights.Microbatch:
         nonlocal sums
         sums = Sums(way.leaves, kinds, [*own])
-        with writes.guarding(loss.known, *loss.given, question=loss.question) as guarded:
+        with writes.guarding(
+            loss.known, *loss.given, question=loss.question, keeps_buffers=loss.keeps_buffers
+        ) as guarded:
             return windows.adder(guarded(loss.call), loss.known, window, sums, way)(part)
 
     with checks.outside_inference_mode():

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base import checks, states
-from .._base.torch_internals import module_slots
+from .._base import checks, dtensors, states, trees
+from .._base.torch_internals import functorch, kernels, module_slots
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
@@ -44,6 +45,55 @@ class Ambiguous(states.Refusing):
         "calls functional_call itself: checkpoint(lambda p, x: functional_call(module, p, x), p, "
         "x)."
     )
+
+
+def name_of(x: Tensor, modules: Iterable[torch.nn.Module]) -> str:
+    """The name of a tensor in a module that was called, or else how it looks."""
+    memory = kernels.memory_of(dtensors.local(x))
+    for module in modules:
+        for table in (module_slots.PARAMETERS, module_slots.BUFFERS):
+            for key, tensor in vars(module)[table].items():
+                if tensor is not None and kernels.memory_of(tensor) == memory:
+                    return f"{key!r} of {type(module).__name__}"
+    return f"a tensor of shape {tuple(x.shape)} and {x.dtype} that existed before"
+
+
+class DroppedBuffersError(ValueError):
+    """The loss of a step drops new buffers of a module, which would never move."""
+
+
+class NewBuffers:
+    """The new buffers that calls of ``functional(module).apply`` returned, until one is read."""
+
+    def __init__(self) -> None:
+        self.unread: dict[Any, tuple[Tensor, str]] = {}  # by memory, with their names
+
+    def note(self, module: torch.nn.Module, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+        """Note the buffers that a call has changed."""
+        for name, x in new.items():
+            x, before = functorch.innermost(x), functorch.innermost(old[name])
+            if not torch.equal(x, before):
+                self.unread[kernels.memory_of(x)] = x, f"{name!r} of {type(module).__name__}"
+
+    def dropped(self, out: Any) -> list[str]:
+        """What an error says of each that reaches nothing of what a loss returned."""
+        for x in trees.tree_leaves(out) if self.unread else ():
+            if isinstance(x, Tensor):
+                self.unread.pop(kernels.memory_of(dtensors.local(x)), None)
+        return [_DROPPED.format(name) for _, name in self.unread.values()]
+
+
+_DROPPED = (
+    "the loss drops the new buffers of a module: {} changes in each call of apply, but the step "
+    "never hears of it, so it would keep its first value for ever, and eval() would compute with "
+    "that (running statistics, or vectors of a spectral norm). Give the buffers to the loss, and "
+    "return the new ones:\n\n"
+    "    out, new_buffers = fn.apply(params, buffers, x)  # in loss(params, batch, buffers), which "
+    "returns (value, new_buffers)\n"
+    '    step = pa.make_step(loss, ..., buffers="pooled")  # state = step.init(fn.params, '
+    "fn.buffers)\n\n"
+    'To leave them as they are, use make_step(..., buffers="freeze"), or call net.eval().'
+)
 
 
 @contextmanager

@@ -31,7 +31,9 @@ CAUSES = {
         Cause(
             "batch statistics",
             "it normalises with the mean and variance of a microbatch, not with those of the batch",
-            "fn = pa.functional(module, microbatch_size={rows})  # and no microbatch_size outside",
+            "fn = pa.functional(module, microbatch_size={rows})  # and no microbatch_size outside\n"
+            '    step = pa.make_step(loss, ..., buffers="pooled")  # loss(params, batch, buffers) '
+            "returns (value, new_buffers)",
         ),
         Cause(
             "mean of means",

@@ -24,12 +24,12 @@ from . import (
     terms,
     weights,
     windows,
+    writes,
 )
 from .layers import order
 from .ledger import AccumState, Flow, Ledger, amounts_of, plain_sum, settle
 from .sums import Kinds, Sums
 from .weighted import WeightedSum
-from .writes import guarding
 
 
 class CutBatch(NamedTuple):
@@ -176,8 +176,12 @@ def _summed(
             return f"{what} of microbatch {i} (from sample {sum(cut.sizes[:i])})"
 
         about = window._replace(rule=rule, name=name)
-        guard = guarding(loss.known, *loss.given, question=loss.question)
-        with guard as guarded, batches.cutting(len(cut.sizes), sized=cut.size is not None):
+        with (
+            writes.guarding(
+                loss.known, *loss.given, question=loss.question, keeps_buffers=loss.keeps_buffers
+            ) as guarded,
+            batches.cutting(len(cut.sizes), sized=cut.size is not None),
+        ):
             call = guarded(loss.call)
             if sums is None:
                 add = windows.reader(call, loss.known, about, way)

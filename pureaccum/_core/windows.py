@@ -35,6 +35,7 @@ class GuardedLoss(NamedTuple):
     known: writes.Known
     given: tuple[writes.Given, ...]  # first the leaves that it is differentiated by
     question: coupling.Question | None = None  # what it is asked
+    keeps_buffers: bool = False  # whether new buffers of modules have to reach what it returns
 
 
 def adder(

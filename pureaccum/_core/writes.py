@@ -107,31 +107,35 @@ def unguarded() -> Generator[None]:
 
 
 def guarding(
-    known: Known | None, *given: Given, question: coupling.Question | None = None
+    known: Known | None,
+    *given: Given,
+    question: coupling.Question | None = None,
+    keeps_buffers: bool = False,
 ) -> AbstractContextManager[Callable[..., Any]]:
     """Guard what is given to a loss, and what it captures, while it is called.
 
     It is given first what it is differentiated with respect to, if there is more. One that is
-    asked a ``question`` is called as a ``LossOfPart``. None is known of a loss of ours. The context
-    yields a function that makes a guarded loss of a loss: see ``guarded``.
+    asked a ``question`` is called as a ``LossOfPart``. None is known of a loss of ours. New buffers
+    of modules must reach what it returns where it ``keeps_buffers``. The context yields a function
+    that makes a guarded loss of a loss: see ``guarded``.
     """
     if known is None or torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
         return nullcontext(_itself)
-    return _Guard(known, given, question)
+    return _Guard(known, given, question, keeps_buffers)
 
 
-def knows(known: Known, *given: Given, asked: Any = None) -> bool:
+def knows(known: Known, *given: Given, asked: Any = None, keeps_buffers: bool = False) -> bool:
     """Whether batches of this kind were watched before, and the loss need not be asked.
 
     It is asked a question of the kind ``asked``, if any. A call in which it need not is counted.
     """
-    kind = _kind(known, given)
+    kind = _kind(known, given, keeps_buffers)
     if asked is None or kind not in known.kinds:
         return kind in known.kinds
     if checks.here.checks == "off":
         return True
     answer = known.answers.get((kind, asked))
-    if answer is None or answer.asks_at(answer.calls + 1):
+    if answer is None or answer.calls + 1 >= answer.due or checks.here.checks == "always":
         return False
     answer.calls += 1
     return True
@@ -155,20 +159,26 @@ class _Guard:
     """The context of ``guarding``, a class because @contextmanager would take twice the time."""
 
     __slots__ = (
-        "asks", "before", "decides", "given", "inquiry", "known", "question", "tensors", "watched"
+        "asks", "before", "decides", "given", "inquiry", "keeps", "known", "question", "tensors",
+        "watched",
     )  # fmt: skip
 
     def __init__(
-        self, known: Known, given: tuple[Given, ...], question: coupling.Question | None = None
+        self,
+        known: Known,
+        given: tuple[Given, ...],
+        question: coupling.Question | None,
+        keeps_buffers: bool,
     ) -> None:
-        self.known, self.given, self.question = known, given, question
+        self.known, self.given, self.question, self.keeps = known, given, question, keeps_buffers
         self.asks, self.inquiry = question is not None, None
         self.decides = given[1:] or given  # all but the leaves to differentiate with respect to
         self.tensors: list[Tensor] | None = None
         self.watched = False
 
     def __enter__(self) -> Callable[..., Any]:
-        known, question, kind = self.known, self.question, _kind(self.known, self.decides)
+        known, question = self.known, self.question
+        kind = _kind(known, self.decides, self.keeps)
         off = checks.here.checks == "off"
         if off or kind in known.kinds:
             self.watched, self.asks = True, self.asks and not off
@@ -188,7 +198,7 @@ class _Guard:
                 pairs = zip(now, self.before, self.tensors, strict=True)
                 x = next(x for a, b, x in pairs if a != b)
                 name = _names(self.given).get(kernels.memory_of(dtensors.local(x)))
-                name = name or _named(x, _alive(self.known.modules))
+                name = name or called_modules.name_of(x, _alive(self.known.modules))
                 raise LateWriteError(_sentence("has written to", name))
 
     def begin(self) -> None:
@@ -203,13 +213,19 @@ class _Guard:
 
         def call(*args: Any) -> Any:
             first = not self.watched and (checks.here.observed is not None or not dispatched())
-            if first and _goes_well(partial(tried or loss, *args), args, self.known, self.given):
+            dropped: list[str] = []
+            run = partial(tried or loss, *args)
+            goes_well = first and _goes_well(run, args, self.known, self.given, dropped)
+            raises = self.keeps and dropped
+            if goes_well and not raises:
                 self.note()
-            elif first:  # what failed where it was observed is not called for its parts
-                self.asks = False
+            elif first and not goes_well:  # what failed where it was observed …
+                self.asks = False  # … is not called for its parts
             if self.tensors is None:
                 self.begin()
             out = self.asked(loss, args) if self.asks else loss(*args)
+            if raises:  # a coupled loss has raised that
+                raise called_modules.DroppedBuffersError(dropped[0])
             if first:  # it was the observer's fault if that run has not gone well
                 self.note()
             return out
@@ -221,7 +237,7 @@ class _Guard:
         known, question = self.known, self.question
         assert question is not None
         if self.inquiry is None:  # only now are the modes of its modules known
-            key = _kind(known, self.decides), question.kind
+            key = _kind(known, self.decides, self.keeps), question.kind
             if not known.answers:
                 asking.count_loss(known.loss())
             answer = known.answers.setdefault(key, asking.Answer())
@@ -242,13 +258,13 @@ class _Guard:
     def note(self) -> None:
         """Take the kind for known."""
         self.watched = True
-        self.known.kinds.add(_kind(self.known, self.decides))
+        self.known.kinds.add(_kind(self.known, self.decides, self.keeps))
 
 
-def _kind(known: Known, given: tuple[Given, ...]) -> Any:
+def _kind(known: Known, given: tuple[Given, ...], keeps: bool = False) -> Any:
     looks = [_looks_of(x) for each in given for x in each.leaves]
     modes = [module.training for at in known.modules if (module := at()) is not None]
-    return *[each.spec for each in given], *looks, *modes
+    return keeps, *[each.spec for each in given], *looks, *modes
 
 
 def _looks_of(x: Any) -> Any:
@@ -271,13 +287,22 @@ def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
 
 
 def _goes_well(
-    run: Callable[[], Any], args: tuple[Any, ...], known: Known, given: tuple[Given, ...]
+    run: Callable[[], Any],
+    args: tuple[Any, ...],
+    known: Known,
+    given: tuple[Given, ...],
+    dropped: list[str],
 ) -> bool:
     """Whether a run is observed without an error; what it gives is dropped."""
     devices = {x.device for each in given for x in each.leaves if isinstance(x, Tensor)}
     observer = _Observer(known, _names(given))
-    with called_modules.noting_calls(observer.note):
-        out, end = observation.observed(run, devices, observer.before, observer.see)
+    around, checks.here.applied = checks.here.applied, observer.buffers.note
+    try:
+        with called_modules.noting_calls(observer.note):
+            out, end = observation.observed(run, devices, observer.before, observer.see)
+    finally:
+        checks.here.applied = around
+    dropped += observer.buffers.dropped(out)
     if observer.refused:  # even if the loss has caught it
         raise observer.refused[0]
     if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
@@ -307,6 +332,7 @@ class _Observer:
         self.refused: list[WriteError] = []
         self.ours: set[Any] = set()  # the memory of what the loss itself has made
         self.alive: dict[Any, Tensor] = {}  # held so that no new tensor gets an old one's memory
+        self.buffers = called_modules.NewBuffers()
 
     def before(self, operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         self.known.draws = self.known.draws or deterministic.draws(operation, args, kwargs)
@@ -314,18 +340,18 @@ class _Observer:
         for x in operations.written_by(operation, args, kwargs):
             memory = kernels.memory_of(dtensors.local(x))
             if memory is not None and memory not in ours:
-                what = self.names.get(memory) or _named(x, [*self.modules])
+                what = self.names.get(memory) or called_modules.name_of(x, [*self.modules])
                 what = f"{_sentence('writes to', what)}\n\nThe operation: {operation}"
                 self.refused.append(WriteError(what))
                 raise self.refused[-1]
         if operations.is_taken_as_new(operation):
             ours.add(kernels.memory_of(dtensors.local(args[0])))
         for x in trees.tree_leaves((args, kwargs)):
-            if (
-                isinstance(x, Tensor)
-                and (memory := kernels.memory_of(dtensors.local(x))) not in ours
-            ):
-                self.alive.setdefault(memory, x)
+            if isinstance(x, Tensor):
+                memory = kernels.memory_of(dtensors.local(x))
+                self.buffers.unread.pop(memory, None)
+                if memory not in ours:
+                    self.alive.setdefault(memory, x)
 
     def see(self, _: tuple[Any, ...], out: Any) -> None:
         made = (x for x in trees.tree_leaves(out) if isinstance(x, Tensor))
@@ -364,17 +390,6 @@ def _names(given: tuple[Given, ...]) -> dict[Any, str]:
                 if isinstance(x, Tensor):
                     names.setdefault(kernels.memory_of(dtensors.local(x)), name)
     return names
-
-
-def _named(x: Tensor, modules: list[nn.Module]) -> str:
-    """The name of a captured tensor in a module that was called, or else how it looks."""
-    memory = kernels.memory_of(dtensors.local(x))
-    for module in modules:
-        for table in (module_slots.PARAMETERS, module_slots.BUFFERS):
-            for key, tensor in vars(module)[table].items():
-                if tensor is not None and kernels.memory_of(tensor) == memory:
-                    return f"{key!r} of {type(module).__name__}"
-    return f"a tensor of shape {tuple(x.shape)} and {x.dtype} that existed before"
 
 
 def _sentence(does: str, what: str) -> str:

@@ -258,7 +258,12 @@ def _apply(
         if buffers:
             tensors = tensors | {name: buffer.clone() for name, buffer in buffers.items()}
         out, held = shell.call_module(places, tensors, buffers, args, kwargs)
-    return out, {name: held[name] for name in buffers} if buffers else buffers
+    if not buffers:
+        return out, buffers
+    new = {name: held[name] for name in buffers}
+    if not compiling and checks.here.applied is not None:
+        checks.here.applied(places.modules[0], buffers, new)
+    return out, new
 
 
 def _frozen(

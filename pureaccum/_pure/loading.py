@@ -39,10 +39,10 @@ def by_own_names(given: Any, names: Iterable[str], root: str) -> dict[str, Tenso
     plain = {_without_wrappers(name): name for name in own}
     found: dict[str, Tensor] = {}
     for name, x in given.items():
-        name = name if name in own else plain.get(_without_wrappers(name), name)
-        if name in found:
-            raise ValueError(f"{root}[{name!r}] is there twice, with and without a wrapper's name.")
-        found[name] = x
+        key = name if name in own else plain.get(_without_wrappers(name), name)
+        if key in found:
+            raise ValueError(f"{root}[{key!r}] is there twice, with and without a wrapper's name.")
+        found[key] = x
     return found
 
 

@@ -19,8 +19,9 @@ takes the whole batch gives it the full batch's (``functional(module, microbatch
     buffers = finish_buffers(carried)
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, Literal, NamedTuple, get_args
 
 import optree
@@ -146,6 +147,15 @@ def check_policy(policy: Threading | None) -> None:
     """Check that a policy is one of the three, or None for no buffers."""
     if policy is not None:
         checks.check_choice(policy, get_args(Threading), "buffers")
+
+
+def takes_buffers(loss_fn: Callable[..., Any]) -> bool:
+    """Return whether a loss can be given ``buffers=``."""
+    try:
+        parameters = signature(loss_fn).parameters
+    except (TypeError, ValueError):  # a builtin
+        return True
+    return "buffers" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
 def begin_buffers(policy: Threading | None, buffers: trees.Tree) -> Any:

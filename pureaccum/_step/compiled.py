@@ -255,8 +255,8 @@ class CompiledStep:
         """
         calling, answered = plan.calling, kind in self.asked
         unread = calling.known.terms is None
-        asked = self.asked.get(kind)
-        if answered and not unread and writes.knows(calling.known, *given, asked=asked):
+        asked, keeps = self.asked.get(kind), {"keeps_buffers": calling.keeps_buffers}
+        if answered and not unread and writes.knows(calling.known, *given, asked=asked, **keeps):
             return
         (leaves, spec), parts, cut = trees.flatten(state.params), [batch], calling.check
         at_hand = given[-1].root == "batch"
@@ -275,7 +275,7 @@ class CompiledStep:
         with ranks.telling_ranks(plan, state) if at_hand else nullcontext():
             for own in parts:
                 question = coupling.Question(own, 1, asked) if asked else None
-                with writes.guarding(calling.known, *told, question=question) as guarded:
+                with writes.guarding(calling.known, *told, question=question, **keeps) as guarded:
                     if (watched := guarded(call)) is not call or unread:
                         with random_state.put_back(state.samples.device), torch.enable_grad():
                             part = trees.unflatten(own.spec, own.leaves)

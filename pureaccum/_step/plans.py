@@ -27,6 +27,7 @@ class Calling(NamedTuple):
     keys: bool
     known: writes.Known  # what is known of it: see writes.py
     check: bool  # whether it is asked if it may be cut
+    keeps_buffers: bool  # whether new buffers of modules have to reach what it returns
     shared: tuple[Any, ...] = ()  # what a call gives it beside the batch, whole
     whole: terms.Whole = None  # the weights of the whole batch, of a sum of ``Weighted``
 
@@ -142,7 +143,7 @@ def check_buffers(plan: Plan, given: trees.Tree) -> None:
             f"this step was made with buffers={policy!r}, but the buffers are missing. Pass them "
             "to init: step.init(fn.params, buffers=fn.buffers)."
         )
-    if not absent and policy is None:
+    if not absent and policy is None and plan.calling.keeps_buffers:
         raise ValueError(
             "buffers were passed, but make_step does not know how to update them. Use "
             "make_step(..., buffers='freeze'), 'sequential' or 'pooled'."

@@ -21,7 +21,7 @@ from .. import distributed
 from .._base import checks, claims, dtensors, trees
 from .._base.settings import settings_of
 from .._base.torch_internals import functorch, modes
-from .._core import buckets, causes, ledger
+from .._core import buckets, called_modules, causes, ledger
 from .._core.exchange import Exchange, any_rank, exchange, gather_one
 from . import plans
 from .buffers import Carried, LayerMoments, batch_norm_buffers, begin_buffers, merged_moments
@@ -172,7 +172,7 @@ def telling_ranks(plan: plans.Plan, state: TrainState) -> Generator[None]:
     """Let all ranks raise, in place of waiting, where the loss of some may not be cut."""
     try:
         yield
-    except causes.CoupledLossError as error:
+    except (causes.CoupledLossError, called_modules.DroppedBuffersError) as error:
         if plan.group is None:
             raise
         nothing = trees.zeros_for_sums(trees.flatten(state.params)[0], torch.float32)

@@ -24,7 +24,7 @@ from .._core.losses import Reduction
 from .._optim import users
 from .._pure import keys, loading
 from . import compiled, constants, plans, ranks, whole_step, windows
-from .buffers import Threading, begin_buffers, check_policy
+from .buffers import Threading, begin_buffers, check_policy, takes_buffers
 from .loss_scale import LossScale
 from .state import Step, StepInfo, TrainState
 
@@ -108,12 +108,13 @@ def make_step(
             holds at steps 1, 2, 4, 8, …. On a GPU the ranks synchronise only at those steps, and
             only the first compares everything; at other steps a mismatch makes all ranks skip the
             update.
-        buffers: How buffers pass through the microbatches: ``"freeze"`` leaves them as they are,
-            ``"sequential"`` hands them from one microbatch to the next, and ``"pooled"`` updates
-            BatchNorm's running statistics once, from the moments of all microbatches. Those are
-            the full batch's for a BatchNorm with no other above it, and for every BatchNorm with
-            ``functional(module, microbatch_size=...)`` and no size here. With a size here a
-            BatchNorm normalises by microbatch, which needs ``check=False``.
+        buffers: How buffers pass through the microbatches: ``"freeze"`` leaves them as they are
+            (of a loss without ``buffers=``, too), ``"sequential"`` hands them from one microbatch
+            to the next, and ``"pooled"`` updates BatchNorm's running statistics once, from the
+            moments of all microbatches. Those are the full batch's for a BatchNorm with no other
+            above it, and for every BatchNorm with ``functional(module, microbatch_size=...)`` and
+            no size here. With a size here a BatchNorm normalises by microbatch, which needs
+            ``check=False``.
         keys: Whether the loss receives one key per sample, made of the run's seed, the number of
             the step and the sample's position. Dropout masks then do not depend on how a batch is
             cut.
@@ -157,9 +158,10 @@ def make_step(
     References:
         `torch.amp <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
+    serves_frozen = buffers == "freeze" and not takes_buffers(loss_fn)
     rule = order.check_rule(
         seams.Rule(
-            has_aux=has_aux or buffers is not None,
+            has_aux=has_aux or (buffers is not None and not serves_frozen),
             reduction=reduction,
             nonfinite=nonfinite,
             engine=engine,
@@ -174,10 +176,11 @@ def make_step(
         has_aux=has_aux,
         aux_reduction=aux_reduction,
         policy=policy,
-        buffers=buffers,
+        buffers=None if serves_frozen else buffers,
         keys=keys,
         known=writes.known_of(loss_fn),
         check=check,
+        keeps_buffers=buffers is None,
     )
     plan = plans.Plan(
         calling=calling,

@@ -253,6 +253,7 @@ def _accumulated(
         plan.calling.known,
         (writes.Given("state.params", leaves, spec), *microbatch_loss.what_is_shared(plan), rows),
         question,
+        plan.calling.keeps_buffers,
     )
     if plan.group is not None:
         flow = flow._replace(of_all_ranks=partial(ranks.weights_of_all, plan))

@@ -9,7 +9,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 
 
-pytestmark = [pytest.mark.purity, pytest.mark.promise("applied")]
+pytestmark = [pytest.mark.purity, pytest.mark.promise("optimizers")]
 PARAMS = {"w": torch.tensor([0.5, -1.0, 0.25]), "b": torch.tensor([[1.0], [2.0]])}
 BATCH = torch.arange(12.0).reshape(4, 3) / 8
 

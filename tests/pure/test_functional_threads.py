@@ -366,7 +366,7 @@ CUT = {"microbatch_size": 2, "check": False}
 
 def donated_step(fn):
     """By sgd, since adamw of torch itself asks whether something compiles."""
-    step = pa.make_step(squares(fn), pa.sgd(0.1, 0.9), donate=True, **CUT)
+    step = pa.make_step(squares(fn), pa.sgd(0.1, 0.9), donate=True, buffers="freeze", **CUT)
     state = step.init(fn.params)
     new, _ = step(state, rows(1))
     try:
@@ -471,7 +471,7 @@ def test_what_is_changed_in_the_module_between_calls_is_followed_by_all_threads(
 
 
 def training(fn, engine, seed):
-    step = pa.make_step(squares(fn), pa.adamw(1e-2), engine=engine, **CUT)
+    step = pa.make_step(squares(fn), pa.adamw(1e-2), engine=engine, buffers="freeze", **CUT)
 
     def train():
         state = step.init(others(fn, seed)[0])

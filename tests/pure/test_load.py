@@ -11,7 +11,11 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 
 
-pytestmark = [pytest.mark.purity, pytest.mark.promise("saved"), pytest.mark.usefixtures("seeded")]
+pytestmark = [
+    pytest.mark.purity,
+    pytest.mark.promise("functional"),
+    pytest.mark.usefixtures("seeded"),
+]
 X = torch.arange(24.0).reshape(6, 4) / 16
 
 

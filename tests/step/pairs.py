@@ -135,7 +135,9 @@ class Net(nn.Module):
     def __init__(self, features):
         super().__init__()
         self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
-        self.norm = nn.BatchNorm1d(8) if "batch norm" in features else nn.Identity()
+        kept = "buffers" in features
+        norm = nn.BatchNorm1d(8, track_running_stats=kept)
+        self.norm = norm if "batch norm" in features else nn.Identity()
         self.seen = nn.BatchNorm1d(3, affine=False) if "buffers" in features else None
         self.double()
         if "policy" in features:  # buffers are not cast
