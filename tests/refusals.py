@@ -134,3 +134,8 @@ def receivers(*but):
     """Parametrize over all receivers but some."""
     to = receivers_but(*but)
     return pytest.mark.parametrize("to", to.values(), ids=to)
+
+
+def advice_on(error):
+    """The notes on an error, but for the one that says which samples raised it."""
+    return [x for x in getattr(error, "__notes__", []) if not x.startswith("pureaccum: raised ")]

@@ -331,6 +331,8 @@ def updated(
         except BaseException as error:
             if donate and in_place and sums is not None and sums.written:
                 states.mark(held, states.Spoiled)
+            if isinstance(error, Exception) and not modes.transform_active():
+                windows.add_place(error, name(None), part.rows, loss.given)
             if batch.problem is not None:
                 if isinstance(error, weights.NoRowsError):
                     raise batch.problem from None

@@ -258,6 +258,7 @@ class Asked:
             return None if undo.reached else found
         except Exception as error:
             self.failure = error.with_traceback(None)  # which holds what was computed
+            error.add_note("pureaccum: raised in the check of the loss, for a part of its samples.")
             takes_gradient = not records and losses.NO_GRAPH in str(error)
         if not takes_gradient:
             return None

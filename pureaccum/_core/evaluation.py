@@ -145,10 +145,20 @@ def _over_batch(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
     question = whole_batch.question_about(cut, rule, "value") if making.check else None
     with writes.guarding(known, _given(args), question=question) as guarded:
         loss, leaves = _of_part(making, args, kwargs, batch)
-        one, parts = guarded(loss), cut.parts()
-        outs = ((one(leaves, part, rows, ()), rows, counted) for part, rows, counted in parts)
+        one = guarded(loss)
+
+        def outs() -> Iterator[tuple[Any, int, int | None]]:
+            for i, (part, rows, counted) in enumerate(cut.parts()):
+                try:
+                    out = one(leaves, part, rows, ())
+                except Exception as error:
+                    at = f"microbatch {i} (from sample {sum(cut.sizes[:i])}), of {rows} samples"
+                    error.add_note(f"pureaccum: raised by the loss of {at}, in a value.")
+                    raise
+                yield out, rows, counted
+
         with batches.cutting(len(cut.sizes), sized=cut.size is not None):
-            return whole_batch.evaluate(outs, rule, making.aux_reduction)
+            return whole_batch.evaluate(outs(), rule, making.aux_reduction)
 
 
 def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:

@@ -195,7 +195,11 @@ def _summed(
                     counts=counts,
                     whole=whole[len(ledger.entries)] if isinstance(whole, list) else whole,
                 )
-                ledger.enter(add(portion), rows)
+                try:
+                    ledger.enter(add(portion), rows)
+                except Exception as error:
+                    windows.add_place(error, name(None), rows, loss.given)
+                    raise
         return ledger, [] if sums is None else sums.all()
 
     ledger, sums = windows.run_window(run, leaves, rule.engine, loss.known)

@@ -8,7 +8,7 @@ Both are given the same seams and layers. ``run_window`` calls either in the gra
 engine, that its loss needs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +36,12 @@ class GuardedLoss(NamedTuple):
     given: tuple[writes.Given, ...]  # first the leaves that it is differentiated by
     question: coupling.Question | None = None  # what it is asked
     keeps_buffers: bool = False  # whether new buffers of modules have to reach what it returns
+
+
+def add_place(error: Exception, loss: str, rows: int, given: Sequence[writes.Given]) -> None:
+    """Add a note to what a loss raised: in which call, and for which samples."""
+    caller = {"state.params": "a step", "params": "an update"}.get(given[0].root, "a gradient")
+    error.add_note(f"pureaccum: raised by {loss}, of {rows} samples, in {caller}.")
 
 
 def adder(

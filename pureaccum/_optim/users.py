@@ -132,7 +132,11 @@ def _pure(call: Callable[..., Any], name: str, roots: Sequence[str]) -> Callable
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         tensors = [functorch.innermost(dtensors.local(leaves[i])) for i in at]
         before = _looks(tensors, sums)
-        result = call(*given)
+        try:
+            result = call(*given)
+        except Exception as error:
+            error.add_note(f"pureaccum: raised by {name}, after the gradients of a step.")
+            raise
         if (now := _looks(tensors, sums)) != before:
             changed = next(i for i, x, y in zip(at, now, before, strict=True) if x != y)
             named = [

@@ -19,6 +19,7 @@ from tests.refusals import (
     Loss,
     Old,
     Tensors,
+    advice_on,
     make_batch,
     receivers,
     refused,
@@ -264,7 +265,7 @@ REFUSED = {
 def advised(case, run):
     with saying(RuntimeError, case.words) as caught:
         run()
-    [note] = caught.value.__notes__
+    [note] = advice_on(caught.value)
     assert not [word for word in case.advice if word not in note], note
 
 
@@ -291,6 +292,6 @@ def test_other_errors_come_without_advice(kind):
     def loss(params, batch):
         raise RuntimeError("boom")
 
-    with pytest.raises(RuntimeError, match=r"^boom$") as caught:
+    with pytest.raises(RuntimeError, match="boom") as caught:
         gradient(loss, PARAMS, make_batch(), kind)
-    assert not hasattr(caught.value, "__notes__")
+    assert not advice_on(caught.value)

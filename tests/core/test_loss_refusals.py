@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum._base.trees import tree_map
 from pureaccum.testing import unchanged
-from tests.refusals import PARAMS, Loss, make_batch, receivers_but, refused, squares
+from tests.refusals import PARAMS, Loss, advice_on, make_batch, receivers_but, refused, squares
 from tests.runs import RUNS, runs
 from tests.tables import each_once
 
@@ -236,16 +236,12 @@ CALLS = {
 }
 
 
-def notes_of(error):
-    return getattr(error, "__notes__", [])
-
-
 @each_once("call, loss", CALLS, FAIL)
 def test_a_loss_that_fails_on_rows_is_told_which_argument_may_be_a_batch(call, loss):
     x, y = ({"x": WIDE}, {"y": [LABELS]}) if loss is FAIL["a pytree"] else (WIDE, LABELS)
     with unchanged((W, x, y)), pytest.raises(Exception, match=r"16") as caught:
         call(loss, W, x, y)
-    (note,) = [note for note in notes_of(caught.value) if "batch_argnums" in note]
+    (note,) = [note for note in advice_on(caught.value) if "batch_argnums" in note]
     assert "argument 2 has 16 samples" in note
     assert "pass batch_argnums=(1, 2)" in note
     assert torch.isfinite(loss(W, x, y))
@@ -271,7 +267,7 @@ def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind():
     ):
         with pytest.raises(RuntimeError) as caught:
             call()
-        assert [words in note for note in notes_of(caught.value)] == [True]
+        assert [words in note for note in advice_on(caught.value)] == [True]
     by_name = {"batch_argnums": (), "batch_argnames": ("x", "y"), "reduce": "mean"} | options
     pa.microbatch(named, **by_name | {"batch_argnums": 1, "batch_argnames": "y"})(W, WIDE, y=LABELS)
     pa.grad(loss, batch_argnums=(1, 2), **options)(W, WIDE, LABELS)
@@ -289,7 +285,7 @@ SILENT = {  # errors for other reasons
 def test_other_errors_of_a_loss_are_told_nothing(call, loss):
     with pytest.raises(Exception, match=r".") as caught:
         call(loss, W, WIDE, LABELS)
-    assert not notes_of(caught.value)
+    assert not advice_on(caught.value)
 
 
 LINEAR = pa.functional(torch.nn.Linear(3, 1, bias=False))
@@ -309,7 +305,7 @@ AS_TENSOR = {
 def test_what_apply_returns_is_a_pair(call, use):
     with pytest.raises((TypeError, AttributeError), match="tuple") as caught:
         call(lambda p, x, y: use(LINEAR.apply({"weight": p[None]}, (), x), x), W, WIDE, LABELS)
-    (note,) = [note for note in notes_of(caught.value) if "pair" in note]
+    (note,) = [note for note in advice_on(caught.value) if "pair" in note]
     assert "out, new_buffers" in note
 
 

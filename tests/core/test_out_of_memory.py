@@ -20,6 +20,7 @@ from tests.core.shortage import failing, few_to_collect, inside, shortage
 from tests.draws import examples, generator
 from tests.exactly import but_checked
 from tests.problems import drawing
+from tests.refusals import advice_on
 
 
 ROWS = 8
@@ -278,7 +279,7 @@ def test_other_errors_are_not_taken_for_out_of_memory(error):
     ):
         step(state, make_batch())
     assert caught.value is error
-    assert not hasattr(error, "__notes__")
+    assert not advice_on(error)
     assert len(tries.alive) == 1
 
 
@@ -292,7 +293,7 @@ def test_at_one_row_the_error_comes_out_and_says_what_was_tried():
     ):
         step(state, make_batch())
     assert caught.value is errors[3]
-    assert "tried 8, 4, 2, 1 of 8 samples" in caught.value.__notes__[0]
+    assert "tried 8, 4, 2, 1 of 8 samples" in advice_on(caught.value)[0]
     assert_trees_bitwise_equal(
         step(state, {"x": torch.ones(8, 4)})[1].microbatches, torch.tensor(1)
     )

@@ -68,8 +68,9 @@ def check(net, x, y, rows, size, buffers):
         value = pa.Weighted(((out - batch["y"]) ** 2).mean(1).sum(), out.new_tensor(len(out)))
         return value if buffers is None else (value, new)
 
-    options = {"buffers": "pooled"} if buffers else {}
-    step = pa.make_step(loss, pa.sgd(1.0), group=dist.group.WORLD, **options)
+    own = loss if buffers else lambda params, batch: loss(params, batch)
+    how = "pooled" if buffers else "freeze"
+    step = pa.make_step(own, pa.sgd(1.0), group=dist.group.WORLD, buffers=how)
     state = step.init(fn.params, fn.buffers if buffers else None)
     new, info = step(state, {"x": x[rows], "y": y[rows]})
     grads, value, running = in_one_process(net, x, y)

@@ -16,7 +16,16 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
-from tests.exactly import LOSSES, copied, full_batch, integers, make_batch, make_params, row_losses
+from tests.exactly import (
+    LOSSES,
+    but_checked,
+    copied,
+    full_batch,
+    integers,
+    make_batch,
+    make_params,
+    row_losses,
+)
 from tests.problems import in_a_window
 from tests.step.problems import pair
 from tests.tables import every_night
@@ -118,7 +127,7 @@ def test_skipped_microbatches_and_those_without_weight_are_the_eager_step_s(
         batch["mask"][:2] = 0  # NaN * 0 is NaN: the total of microbatch 0, which weighs nothing
     state = ours.init(params)
     (new, info), want = ours(state, batch), eager(state, batch)
-    assert_trees_bitwise_equal((new, info), want)
+    assert_trees_bitwise_equal(*map(but_checked, ((new, info), want)))
     count = len({row // 2 for row in bad if row > 1 or not masked} - without_weight(batch))
     assert info.skipped == count
     assert info.microbatches == 6
