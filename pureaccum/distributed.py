@@ -213,10 +213,15 @@ def all_reduce(
         if donate:
             states.mark(trees.tree_leaves(state))
         return merged
+    given = trees.tree_leaves(state)
+    if hasattr(state.grads, "around"):  # moments, around the mean of this rank
+        buckets.meet(claimed, group)
+        first, weight = psum((state.grads.first, state.grads.weight), group)
+        state = state._replace(grads=state.grads.around(first, weight))
     own = [x.detach() if donate else x.clone() for x in trees.tree_leaves(state)]
     work = trees.unflatten(trees.flatten(state)[1], own)._replace(grads=own[: len(leaves)])
     if donate:  # before anything is written, so that an error leaves nothing half added
-        states.mark(trees.tree_leaves(state))
+        states.mark(given)
     ahead = len(own) if async_op else buckets.AHEAD
     del own  # work has them, and drops them one by one
     wait = begin_sum(work, group, claimed, ahead=ahead)

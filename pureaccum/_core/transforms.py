@@ -76,9 +76,9 @@ def grad_and_value(
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs losses that torch.func
             refuses; ``"auto"`` is autograd at top level and torch.func under a transform: see
             ``make_step``.
-        check: Whether to check, at calls 1, 2, 4, 8, … of a loss, that its microbatches add up to
-            the batch, and to raise ``CoupledLossError`` if they do not. With False they are added
-            up in any case.
+        check: Whether to check, at calls 1, 2, 3, 5, 8 of a loss and later at one in 32, that its
+            microbatches add up to the batch, and to raise ``CoupledLossError`` if they do not:
+            see ``checks``. With False they are added up in any case.
 
     Returns:
         A function of ``func``'s arguments that returns ``(grads, value)``, or
@@ -180,9 +180,9 @@ def grad(
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs losses that torch.func
             refuses; ``"auto"`` is autograd at top level and torch.func under a transform: see
             ``make_step``.
-        check: Whether to check, at calls 1, 2, 4, 8, … of a loss, that its microbatches add up to
-            the batch, and to raise ``CoupledLossError`` if they do not. With False they are added
-            up in any case.
+        check: Whether to check, at calls 1, 2, 3, 5, 8 of a loss and later at one in 32, that its
+            microbatches add up to the batch, and to raise ``CoupledLossError`` if they do not:
+            see ``checks``. With False they are added up in any case.
 
     Returns:
         A function of ``func``'s arguments that returns the gradients, or ``(grads, aux)``.

@@ -207,7 +207,7 @@ def functional(
     if microbatch_size is not None or group is not None:
         size = checks.LARGEST_INT if microbatch_size is None else microbatch_size
         whole = microbatched_module.WholeBatch(places, size, keep, group)
-    loading.remember(params.values())
+    loading.note_sums(params.values())
     return Functional(partial(_apply, places, names, frozen, whole), params, buffers, frozen)
 
 

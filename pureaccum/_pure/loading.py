@@ -90,7 +90,7 @@ def _placed_like(x: Any, own: Any) -> Any:
 _sums: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # of the views that were handed out
 
 
-def remember(views: Iterable[Tensor]) -> None:
+def note_sums(views: Iterable[Tensor]) -> None:
     """Remember the sum of each tensor that was handed out."""
     if not torch.compiler.is_dynamo_compiling() and modes.at_top_level():
         for view in views:
@@ -102,7 +102,7 @@ def warn_of_changes(tensors: Iterable[Any]) -> None:
     """Warn, once for each change, where tensors that were handed out hold other numbers now."""
     changed = [x for x in tensors if x in _sums and not torch.equal(_sum(x), _sums[x])]
     if changed:
-        remember(changed)
+        note_sums(changed)
         warnings.warn(
             f"{len(changed)} tensors of fn.params hold other numbers than when functional(module) "
             "was called, because they share memory with the module, which was trained or loaded "

@@ -132,6 +132,10 @@ def per_sample_grad(
                 result = chunks.with_beside(_joined(seen, params, how), beside, how)
                 return trees.tree_map(lambda x: sharded_rows.close_rows(x, over), result)
             sums = reducers.reduced(seen, reducer, how.transform, params, at_least)
+            if isinstance(sums[0], reducers.MomentSums):
+                part = sums[0].first, sums[0].weight
+                whole = trees.tree_map(lambda x: sharded_rows.sum_over(x, over), part)
+                sums = sums[0].around(*whole), sums[1]
             sums = trees.tree_map(lambda x: sharded_rows.sum_over(x, over), sums)
             result = _placed_like(reducer.finalize(*sums), [given[i] for i in at])
             if beside and over != sharded_rows.NOWHERE:

@@ -30,11 +30,12 @@ class Moments(NamedTuple):
 
     The rule, for gradients g of weight w (1, or the weight of ``Weighted``)::
 
-        mean, second = Σ w g / Σ w, Σ w |g|² / Σ w
+        mean = Σ w g / Σ w
+        centred = Σ w |g - mean|² / Σ w     # which cancels nothing, where the mean is large
 
     Attributes:
         mean: The full-batch gradient, a tree like params, float32 or wider.
-        second: The elementwise mean of |gradient|², a real tree like params.
+        centred: The elementwise mean of |gradient - mean|², a real tree like params.
         weight: The number of samples, or the sum of their weights if the loss is ``Weighted``.
         samples: The number of samples with a non-zero weight.
 
@@ -47,29 +48,40 @@ class Moments(NamedTuple):
     """
 
     mean: trees.Tree
-    second: trees.Tree
+    centred: trees.Tree
     weight: Tensor
     samples: Tensor
+
+    @property
+    def second(self) -> trees.Tree:
+        """The elementwise mean of |gradient|²."""
+        return trees.tree_map(lambda m, c: c + _power(m), self.mean, self.centred)
 
     def variance(self) -> trees.Tree:
         """Return the unbiased elementwise variance of a sample's gradient, NaN for one sample."""
         if self.weight.dim() != 0:
             raise ValueError("the Moments are stacked. Use torch.func.vmap(Moments.variance)(...).")
         each = torch.where(self.samples > 1, self.weight / (self.samples - 1), torch.nan)
-
-        def of(mean: Tensor, second: Tensor) -> Tensor:
-            return (second - _power(mean)) * trees.as_scalar_of(second, each)
-
-        return trees.tree_map(of, self.mean, self.second)
+        return trees.tree_map(lambda x: x * trees.as_scalar_of(x, each), self.centred)
 
 
 @states.loadable
 class MomentSums(NamedTuple):
-    """What ``Moments`` are made of, before any division."""
+    """What ``Moments`` are made of, before any division: sums around the mean so far."""
 
     first: trees.Tree
-    second: trees.Tree
+    centred: trees.Tree
+    weight: Tensor
     samples: Tensor
+
+    def around(self, first: trees.Tree, weight: Tensor) -> "MomentSums":
+        """The same around the mean of more samples, of which parts may then be added up."""
+
+        def moved(own: Tensor, whole: Tensor, centred: Tensor) -> Tensor:
+            away = _power(_mean(own, self.weight) - _mean(whole, weight))
+            return centred + away * trees.as_scalar_of(away, self.weight)
+
+        return self._replace(centred=trees.tree_map(moved, self.first, first, self.centred))
 
 
 class ChunkReducer(NamedTuple):
@@ -165,27 +177,36 @@ def _add_to_sums(sums: trees.Tree, chunk: chunks.Chunk) -> trees.Tree:
 
 def _no_moments(like: trees.Tree, dtype: torch.dtype) -> MomentSums:
     first = trees.zeros(like, dtype)
-    second = trees.tree_map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
+    centred = trees.tree_map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
     none = torch.zeros((), dtype=torch.float64, device=trees.tree_leaves(like)[0].device)
-    return MomentSums(first, second, none)
+    return MomentSums(first, centred, none, none.clone())
 
 
 def _add_to_moments(state: Any, chunk: chunks.Chunk) -> MomentSums:
     _check_kind(state, moments=True)
-    first, second, samples = state
-    _check_fits(first, chunk)
-    weight = weights(chunk)
-    ones: list[Tensor] = []
-    twos: list[Tensor] = []
-    leaves = trees.tree_leaves(first), trees.tree_leaves(second)
-    for one, two, x, factor in zip(*leaves, _leaf_by_leaf(chunk), _factors(chunk), strict=True):
-        factor = factor.double()
-        power = quotient(factor * factor, weight)
+    _check_fits(state.first, chunk)
+    each, ones, twos = weights(chunk), list[Tensor](), list[Tensor]()
+    whole = each.sum()
+    likes = trees.tree_leaves(state.first)
+    for like, x, factor in zip(likes, _leaf_by_leaf(chunk), _factors(chunk), strict=True):
         x = outer_products.written_out(x) if isinstance(x, outer_products.Outer) else x
-        ones.append(_plus_rows(one, x, factor))
-        twos.append(_plus_rows(two, _power(x.to(one.dtype)), power))
-    count = samples + (weight != 0).sum()
-    return MomentSums(trees.unflatten(chunk.spec, ones), trees.unflatten(chunk.spec, twos), count)
+        factor = factor.double()
+        one = _plus_rows(torch.zeros_like(like), x, factor)
+        own = trees.as_scalar_of(one, quotient(factor, each))
+        off = x.to(one.dtype) * _broadcast(own, x) - _mean(one, whole)
+        twos.append(_plus_rows(torch.zeros_like(_power(one)), _power(off), each))
+        ones.append(one)
+    sums = (trees.unflatten(chunk.spec, column) for column in (ones, twos))
+    return _pooled(state, MomentSums(*sums, whole, (each != 0).double().sum()))
+
+
+def _pooled(a: MomentSums, b: MomentSums) -> MomentSums:
+    first, weight = add((a.first, a.weight), (b.first, b.weight))
+    return add(a.around(first, weight), b.around(first, weight))
+
+
+def _mean(total: Tensor, weight: Tensor) -> Tensor:
+    return quotient(total, trees.as_scalar_of(total, weight))
 
 
 def _of_user(reducer: reductions.Reducer) -> ChunkReducer:
@@ -202,7 +223,7 @@ def _merged(a: trees.Tree, b: trees.Tree, moments: bool) -> trees.Tree:
     _check_kind(a, moments)
     names = "the second state's grads", "the first state's grads"
     checks.check_fits(*trees.flatten(b), *trees.flatten(a), names)
-    return add(a, b)
+    return _pooled(a, b) if moments else add(a, b)
 
 
 _merge_sums, _merge_moments = partial(_merged, moments=False), partial(_merged, moments=True)
@@ -221,8 +242,8 @@ def _finish_mean(sums: trees.Tree, weight: Tensor) -> trees.Tree:
 
 def _finish_moments(state: MomentSums, weight: Tensor) -> Moments:
     _check_kind(state, moments=True)
-    mean, second = _finish_mean((state.first, state.second), weight)
-    return Moments(mean, second, weight.clone(), state.samples.clone())
+    mean, centred = _finish_mean((state.first, state.centred), weight)
+    return Moments(mean, centred, weight.clone(), state.samples.clone())
 
 
 REDUCERS = {

@@ -199,10 +199,11 @@ MANY = 100_000  # entries about leaves that are not wanted
 CONTRADICTS = "its header contradicts itself. Likely cause: a damaged file"
 
 
-def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
+def read_header(file: BufferedReader, wanted: Mapping[str, Any] | None) -> Contents:
     """What a file holds of leaves like the wanted ones; a ValueError says why it is not whole.
 
     Nothing is kept of other leaves, so that no header takes more memory than the wanted ones do.
+    None wants all.
     """
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
@@ -252,22 +253,24 @@ def _begun(header: bytearray) -> tuple[Part | None, int]:
 
 
 def _contents(
-    header: bytearray, at: int, until: int, wanted: Mapping[str, Any], part: Part | None
+    header: bytearray, at: int, until: int, wanted: Mapping[str, Any] | None, part: Part | None
 ) -> Contents:
     """What a header says of leaves; it raises whatever its bytes lead to.
 
     A header with other leaves is refused in any case, and need not make sense.
     """
-    names = {_QUOTED(path).encode(): path for path in wanted}
+    names = {_QUOTED(path).encode(): path for path in wanted or ()}
     longest = max(map(len, names), default=0)
+    most = LONGEST if wanted is None else 2 * len(wanted) + MANY
     notes: dict[str, bytes] = {}
     scalars: dict[str, Any] = {}
     pieces: dict[str, Piece] = {}
     others: list[str] = []
     count_of_others = 0
-    for entry in _entries(header, at, until, most=2 * len(wanted) + MANY):
+    for entry in _entries(header, at, until, most):
         (start, stop), kind = entry.span("path"), entry.lastgroup or ""
         path = names.get(entry["path"]) if stop - start <= longest else None
+        path = json.loads(entry["path"]) if wanted is None else path
         if path is None and kind != "note":  # after a note its tensor is still to come
             count_of_others += 1
             if len(others) < SHOWN:
@@ -278,7 +281,7 @@ def _contents(
             notes[path] = entry[kind]
         elif kind == "tensor":
             pieces[path] = _piece(entry[kind], notes.get(path, b'"{}"'))
-        elif kind == "string" and type(wanted[path]) is not str:
+        elif kind == "string" and wanted is not None and type(wanted[path]) is not str:
             scalars[path] = ""  # nobody reads it, whatever its length
         else:
             scalars[path] = json.loads(json.loads(entry[kind]))
@@ -293,10 +296,12 @@ def _contents(
     )
 
 
-def _check_as_written(header: bytearray, contents: Contents, wanted: Mapping[str, Any]) -> None:
+def _check_as_written(
+    header: bytearray, contents: Contents, wanted: Mapping[str, Any] | None
+) -> None:
     """Raise where our writer would make other bytes of the wanted leaves."""
     part, scalars, pieces, *_ = contents
-    alike = all(type(x) is type(wanted[path]) for path, x in scalars.items())
+    alike = wanted is None or all(type(x) is type(wanted[at]) for at, x in scalars.items())
     if alike and not contents.others and header != header_of(pieces, scalars, part):  # pyright: ignore[reportUnnecessaryComparison]
         raise ValueError("not as it is written")
 

@@ -5,6 +5,7 @@ there is never a second tree in memory, on a GPU or not, only one leaf at a time
 """
 
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -79,7 +80,7 @@ def save(path: Path, tree: trees.Tree) -> None:
     shards.save_by_ranks(os.fsdecode(path), ours, scalars, words)
 
 
-def load(path: Path, like: trees.Tree) -> trees.Tree:
+def load(path: Path, like: trees.Tree = None) -> trees.Tree:
     """Read a tree that ``save`` wrote, bit for bit, into new memory.
 
     The rule: the structure and the devices of ``like``, with the numbers of the file. Tensors share
@@ -89,7 +90,8 @@ def load(path: Path, like: trees.Tree) -> trees.Tree:
         path: The path of the file, or of the folder that several ranks saved.
         like: A tree like the saved one, such as ``step.init(params)``. It gives structure, devices
             and the placements of DTensors, whose ranks load together. Its numbers are not used, and
-            it is not changed.
+            it is not changed. Lists may have any length, such as that of an older history. None
+            gives a dict with all leaves by their names, on the CPU.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -107,8 +109,14 @@ def load(path: Path, like: trees.Tree) -> trees.Tree:
         (tensor([1., 2.]), tensor(0))
     """
     _check_outside("load")
-    name = os.fsdecode(path)
-    values, spec, leaves = _read(like, "like")
+    name, spec = os.fsdecode(path), None
+    if like is None:
+        leaves = _held(name)
+        values = [*map(_placeholder, leaves.values())]
+    else:
+        values, spec, leaves = _read(like, "like")
+        if any(map(_is_list, optree.tree_leaves(like, _is_list, namespace=trees.NAMESPACE))):
+            values, spec, leaves = _read(_resized(like, ROOT, _held(name)), "like")
     together = (
         shards.all_or_none(values, name) if dtensors.any_sharded(values) else nullcontext([0])
     )
@@ -120,7 +128,59 @@ def load(path: Path, like: trees.Tree) -> trees.Tree:
         _check_alike(name, every, leaves)
         _check_complete(name, every, leaves)
         found = _loaded(files, dict(zip(leaves, values, strict=True)))
+        if spec is None:
+            return {_short(at): x for at, x in zip(leaves, found, strict=True)}
         return trees.unflatten(spec, found)
+
+
+# What a file holds ---------------------------------------------------------------------------
+
+
+def _held(name: str) -> dict[str, Any]:
+    """All leaves of a checkpoint: pieces and scalars by their names."""
+    held: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for file in shards.files_of(name):
+            contents = _opened(file, stack, None)[1]
+            held |= contents.pieces | contents.scalars
+    return held
+
+
+def _placeholder(leaf: Any) -> Any:
+    """A leaf of that shape and dtype, which takes no memory."""
+    is_piece = isinstance(leaf, file_format.Piece)
+    return torch.zeros((), dtype=leaf.dtype).expand(leaf.whole) if is_piece else leaf
+
+
+def _resized(like: trees.Tree, name: str, held: Mapping[str, Any]) -> trees.Tree:
+    """The tree, with as many items in each list of things alike as the file has."""
+    if type(like) is list:
+        rest = (path.removeprefix(f"{name}[") for path in held if path.startswith(f"{name}["))
+        count = len({at.partition("]")[0] for at in rest})
+        if not like and f"{name}[0]" in held:
+            return [_placeholder(held[f"{name}[{i}]"]) for i in range(count)]
+        kinds = {trees.flatten(x)[1] for x in like}
+        if len(kinds) == 1 and kinds.pop().num_leaves:
+            like = (like + like[-1:] * count)[:count]
+    children, spec = optree.tree_flatten(like, lambda x: x is not like, namespace=trees.NAMESPACE)
+    if spec.num_nodes == 1:  # a leaf, or None
+        return like
+    pairs = zip(children, trees.paths(spec, name), strict=True)
+    return trees.unflatten(spec, [_resized(x, at, held) for x, at in pairs])
+
+
+def _is_list(x: Any) -> bool:
+    return type(x) is list
+
+
+def _short(name: str) -> str:
+    """The name of a leaf, as a user would write it after the tree: of a flat dict its key."""
+    rest = name.removeprefix(ROOT).removeprefix(".")
+    key = _KEY.fullmatch(rest)
+    return key[1] if key else rest or ROOT
+
+
+_KEY = re.compile(r"\['([^']*)'\]")
 
 
 # Leaves ------------------------------------------------------------------------------------
@@ -243,7 +303,7 @@ def _said(leaf: Any) -> str:
 
 
 def _opened(
-    name: str, stack: ExitStack, wanted: Mapping[str, Any]
+    name: str, stack: ExitStack, wanted: Mapping[str, Any] | None
 ) -> tuple[BufferedReader, file_format.Contents]:
     """An open file and what it holds; a folder cannot be read, and a pipe might never end."""
     if not stat.S_ISREG(os.stat(name).st_mode):

@@ -396,3 +396,43 @@ def test_a_state_on_cuda_goes_to_the_device_of_like(tmp_path):
         assert_trees_bitwise_equal(state, like[0])
         assert torch.equal(x.cpu(), turned.cpu())
         assert x.stride() == turned.stride()
+
+
+def test_a_file_tells_what_it_holds_by_names(tmp_path):
+    flat = {"0.weight": torch.arange(6.0).reshape(2, 3).bfloat16(), "0.bias": torch.ones(2)}
+    pa.save(tmp_path / "flat", flat)
+    assert_trees_bitwise_equal(pa.load(tmp_path / "flat"), flat)
+    step = pa.make_step(lambda w, x: (w * x).mean(), pa.sgd(0.1))
+    state = step.init(torch.tensor(2.0))
+    pa.save(tmp_path / "nested", {"state": state, "epochs": [3, 4], "name": "a run"})
+    got = pa.load(tmp_path / "nested")
+    assert got["name"] == "a run"
+    assert [got["['epochs'][0]"], got["['epochs'][1]"]] == [3, 4]
+    assert_trees_bitwise_equal(got["['state'].params"], state.params)
+    pa.save(tmp_path / "leaf", torch.ones(2))
+    assert_trees_bitwise_equal(pa.load(tmp_path / "leaf"), {"tree": torch.ones(2)})
+
+
+LISTS = {
+    "a history": ([3.0, 2.0, 1.0], [[], [0.0], [0.0] * 5, [0.0] * 3]),
+    "of nothing": ([], [[], [0.0]]),
+    "tensors": ([torch.ones(2), torch.zeros(2)], [[], [torch.ones(2)]]),
+    "trees": ([{"a": 1}, {"a": 2}], [[{"a": 0}], [{"a": 0}] * 4]),
+    "in one another": ([[1, 2], [3]], [[[0]], [[0, 0]] * 3]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_other_lengths_are_loaded(name, tmp_path):
+    saved, likes = LISTS[name]
+    pa.save(tmp_path / "run", {"list": saved, "w": torch.ones(1)})
+    for like in likes:
+        got = pa.load(tmp_path / "run", like={"list": like, "w": torch.zeros(1)})
+        assert len(got["list"]) == len(saved)
+        assert_trees_bitwise_equal(got["list"], saved)
+
+
+def test_an_empty_list_cannot_say_what_trees_it_is_of(tmp_path):
+    pa.save(tmp_path / "run", {"list": [{"a": 1}]})
+    with pytest.raises(ValueError, match=r"tree\['list'\]\[0\]\['a'\] is only in the file"):
+        pa.load(tmp_path / "run", like={"list": []})

