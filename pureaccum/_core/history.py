@@ -16,8 +16,8 @@ What cannot be followed is refused: its results raise when a backward pass reach
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
@@ -192,7 +192,7 @@ def _followed(
         if captures:
             found: list[Tensor] = []
             result = first(lambda outs, leaves: found.extend(captured_in(outs, leaves)))
-            return refused(result, _UNSEEN, found)
+            return refused(result, _UNSEEN, [*found, *tensors])
         known.captures = True
         return _followed(call, plain, True, stop, known, args, kwargs)
 
@@ -248,20 +248,39 @@ def refusing_backward(call: Call, what: str, why: str) -> Call:
                     states.mark([leaves[i]], type(given[i]))
         if not (at or captured):
             return result
-        return refused(
-            result, f"plain autograd cannot differentiate {what}, because no graph is kept. {why}"
-        )
+        why_not = f"plain autograd cannot differentiate {what}, because no graph is kept. {why}"
+        return refused(result, why_not, [*captured, *_origins(leaves[i] for i in at)])
 
     return wrapped
 
 
 def refused(result: trees.Tree, why: str, operands: Sequence[Tensor] = ()) -> trees.Tree:
-    """A result that raises when a backward pass reaches it. It keeps operands alone."""
+    """A result that raises when a backward pass reaches it, or asks for that of an operand."""
 
     def repeated(*_: Tensor) -> list[Tensor]:
         raise RuntimeError(why)
 
-    return _attached(result, repeated, [torch.empty(0, requires_grad=True), *operands])
+    return _attached(result, repeated, [_NOWHERE, *operands])
+
+
+_NOWHERE = torch.empty(0, requires_grad=True, device="cpu")
+
+
+def _origins(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Arguments, but for results that are refused themselves: of these, what they hang on.
+
+    So a derivative with respect to an argument finds the refusal, and no chain of states grows.
+    """
+    found: dict[int, Tensor] = {}
+    for x in tensors:
+        if isinstance(x, states.Refusing):
+            continue
+        operands: Sequence[Tensor] = ()
+        with suppress(RuntimeError):  # one of them was written to since
+            operands = getattr(x.grad_fn, "saved_tensors", ())
+        ours = any(each is _NOWHERE for each in operands)
+        found |= {id(each): each for each in (operands if ours else [x])}
+    return [x for x in found.values() if x is not _NOWHERE]
 
 
 def _has_derivative(x: Any) -> bool:

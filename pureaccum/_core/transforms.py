@@ -107,7 +107,7 @@ def grad_and_value(
 
     def by_rule(rule: Rule, /, *args: Any, **kwargs: Any) -> Any:
         at = checks.positions(wrt, len(args), "argnums")
-        cut_at = checks.positions(cut, len(args), "batch_argnums")
+        cut_at = checks.positions(cut, len(args), "batch_argnums", missing=size is None)
         checks.check_disjoint(at, cut_at)
         leaves, spec = checks.read_params({i: args[i] for i in at}, "args")
 

@@ -107,7 +107,7 @@ class WeightedSum(NamedTuple):
 
     def __add__(self, other: Any) -> Any:
         if type(other) is int and other == 0:  # where Python's sum() begins
-            return self
+            return self.terms[0] if len(self.terms) == 1 else self
         if not isinstance(other, (Weighted, WeightedSum)):
             raise TypeError(
                 f"{describe(other)} and a Weighted were added or subtracted, but the other has no "

@@ -120,7 +120,7 @@ def export_state(
 
     Args:
         state: A training state, whose params are a dict by the names of a module. Load these with
-            ``model.load_state_dict(state.params, strict=False)``.
+            ``functional(model).load(state.params)``.
         optimizer: The ``state_dict()`` of an optimizer like ours, such as a new one. Its groups and
             settings stay, except for learning rates that our state stores.
         scaler: The ``state_dict()`` of a ``GradScaler``.

@@ -548,3 +548,38 @@ def test_what_is_refused_is_refused_to_who_asks_for_one_gradient():
         for unused in (False, True):  # None would be a silent constant
             with saying(RuntimeError, "captures a tensor that requires grad"):
                 torch.autograd.grad(product.sum(), c, allow_unused=unused)
+
+
+@pytest.mark.parametrize("name", ["accumulator", "stream", "value"])
+def test_a_refusal_hangs_on_the_arguments(name):
+    """Who asks for the gradient of one, and allows it to be unused, is told too."""
+
+    def accumulated(w):
+        acc = pa.accumulator(lambda w, x: mean(w, x, C))
+        return acc.finalize(acc.update(acc.update(acc.init(w), w, X), w, X))[1]
+
+    def unseen(w, x):
+        z = x.detach().clone().requires_grad_()
+        (g,) = torch.autograd.grad((z @ w).square().sum(), z, create_graph=True)
+        return (x @ w).mean() + g.norm(dim=1).mean()
+
+    run = {
+        "accumulator": accumulated,
+        "stream": lambda w: pa.value(lambda w, x: mean(w, x, C), stream=True)(w, [X, X]),
+        "value": lambda w: pa.value(unseen, microbatch_size=2)(w, X),
+    }[name]
+    w = W.clone().requires_grad_()
+    for argument in (w, w * 2):
+        with pytest.raises(RuntimeError, match=r"no graph is kept|cannot be followed"):
+            torch.autograd.grad(run(argument), argument, allow_unused=True)
+
+
+def test_states_of_an_accumulator_form_no_chain():
+    w = W.clone().requires_grad_()
+    acc = pa.accumulator(lambda w, x: mean(w, x, C))
+    state, dead = acc.init(w), []
+    for _ in range(5):
+        state = acc.update(state, w, X)
+        dead.append(weakref.ref(state.grads))
+    gc.collect()
+    assert [at() is None for at in dead] == [True] * 4 + [False]

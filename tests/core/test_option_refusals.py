@@ -326,3 +326,16 @@ def test_a_whole_number_is_a_float():
             lambda x: (opt := pa.adamw(0.1, eps=x)).apply(W, opt.init(W), W),
         ):
             assert_trees_bitwise_equal(make(n), make(float(n)))
+
+
+def test_without_a_size_there_need_not_be_a_batch():
+    """As for torch.func.grad; with one there must be."""
+    f, w = lambda w: (w**3).sum(), torch.tensor([1.0, -2.0])
+    assert torch.equal(pa.grad(f)(w), 3 * w**2)
+    grads, value = pa.grad_and_value(f)(w)
+    assert torch.equal(grads, 3 * w**2)
+    assert value == -7
+    assert torch.equal(pa.grad(lambda w: pa.grad(f)(w).sum())(w), 6 * w)
+    assert torch.equal(pa.value(f)(w), value)
+    with pytest.raises(ValueError, match="the call passed 1 positional arguments"):
+        pa.grad(f, microbatch_size=1)(w)

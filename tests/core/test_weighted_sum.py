@@ -764,3 +764,12 @@ def test_balance_beside_words_is_what_a_loop_gets_wrong():
     ours = pa.grad(both, microbatch_size=2)(w, batch)
     assert (ours - want).norm() <= ROOT * want.norm()
     assert (loop - want).norm() > 0.01 * want.norm()
+
+
+def test_a_sum_of_one_is_that_one():
+    x = torch.arange(4.0)
+    one = pa.Weighted(x.sum(), 4)
+    assert type(sum([one])) is pa.Weighted
+    assert sum([one]).total is one.total
+    loss = lambda w, x: sum([pa.Weighted((w * x).sum(), len(x))])  # noqa: E731
+    assert pa.grad(loss, microbatch_size=3)(torch.tensor(1.0), x) == 1.5

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
 from tests.draws import generator
-from tests.refusals import PARAMS, Loss, Old, make_batch, refused, saying
+from tests.refusals import PARAMS, Loss, Old, advice_on, make_batch, refused, saying
 from tests.samples.problems import engines, looped
 
 
@@ -222,7 +222,7 @@ def test_what_apply_returns_is_a_pair_for_samples_too(engine):
     ):
         with saying((TypeError, AttributeError), "tuple") as caught:
             run()
-        (note,) = caught.value.__notes__
+        (note,) = advice_on(caught.value)
         assert "out, new_buffers" in note
 
 
@@ -506,3 +506,18 @@ def test_noise_wants_one_key_and_floating_point():
     with refused(TypeError, "tree['n'] is torch.int64"):
         pa.add_noise({"n": torch.zeros(2).long()}, 1.0, pa.key(0))
     assert pa.add_noise(torch.zeros(3), torch.tensor(-1.0), pa.key(0)).isnan().all()
+
+
+def test_a_loss_of_a_batch_is_told_what_it_was_given():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    fn = pa.functional(net)
+    x, y = torch.ones(5, 3), torch.arange(5) % 4
+    of_batch = lambda p, x, y: nn.functional.cross_entropy(  # noqa: E731
+        fn.apply(p, fn.buffers, x)[0], y.view(len(x))
+    )
+    with pytest.raises(Exception, match=r".") as caught:
+        pa.per_sample_grad(of_batch, batch_argnums=(1, 2))(fn.params, x, y)
+    assert "without its batch dimension" in "".join(caught.value.__notes__)
+    assert "keep_batch_dim=True" in "".join(caught.value.__notes__)
+    grads = pa.per_sample_grad(of_batch, batch_argnums=(1, 2), keep_batch_dim=True)
+    assert grads(fn.params, x, y)["0.bias"].shape == (5, 4)
