@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pureaccum",
         description=about_us,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 passed, 1 failed, 2 could not run. Set NO_COLOR for no colours.",
     )
     parser.add_argument("--version", action="version", version=f"pureaccum {__version__}")

@@ -313,7 +313,9 @@ def updated(
         with writes.guarding(
             loss.known, *loss.given, question=loss.question, keeps_buffers=loss.keeps_buffers
         ) as guarded:
-            return windows.adder(guarded(loss.call), loss.known, window, sums, way)(part)
+            add = windows.adder(guarded(loss.call), loss.known, window, sums, way)
+            with modes.named_range("microbatch"):
+                return add(part)
 
     with checks.outside_inference_mode():
         own = parts

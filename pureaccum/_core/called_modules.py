@@ -47,7 +47,7 @@ class Ambiguous(states.Refusing):
     )
 
 
-def name_of(x: Tensor, modules: Iterable[torch.nn.Module]) -> str:
+def name_in(x: Tensor, modules: Iterable[torch.nn.Module]) -> str:
     """The name of a tensor in a module that was called, or else how it looks."""
     memory = kernels.memory_of(dtensors.local(x))
     for module in modules:

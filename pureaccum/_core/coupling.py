@@ -250,7 +250,13 @@ class Asked:
         without_chance = deterministic(dtype) if dtype or self.draws else nullcontext()
         given: Any = self.leaves, self.carried, [x for x, _, _ in pieces]
         try:
-            with _apart(self.put_back) as undo, torch.set_grad_enabled(records), without_chance:
+            range_ = modes.named_range("check")
+            with (
+                range_,
+                _apart(self.put_back) as undo,
+                torch.set_grad_enabled(records),
+                without_chance,
+            ):
                 leaves, carried, parts = cast_tree(given, dtype) if dtype else given
                 leaves = [*map(_nudged, leaves)] if nudged else leaves
                 with mode or nullcontext():

@@ -196,7 +196,8 @@ def _summed(
                     whole=whole[len(ledger.entries)] if isinstance(whole, list) else whole,
                 )
                 try:
-                    ledger.enter(add(portion), rows)
+                    with modes.named_range("microbatch"):
+                        ledger.enter(add(portion), rows)
                 except Exception as error:
                     windows.add_place(error, name(None), rows, loss.given)
                     raise

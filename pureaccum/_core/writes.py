@@ -198,7 +198,7 @@ class _Guard:
                 pairs = zip(now, self.before, self.tensors, strict=True)
                 x = next(x for a, b, x in pairs if a != b)
                 name = _names(self.given).get(kernels.memory_of(dtensors.local(x)))
-                name = name or called_modules.name_of(x, _alive(self.known.modules))
+                name = name or called_modules.name_in(x, _alive(self.known.modules))
                 raise LateWriteError(_sentence("has written to", name))
 
     def begin(self) -> None:
@@ -242,14 +242,12 @@ class _Guard:
                 asking.count_loss(known.loss())
             answer = known.answers.setdefault(key, asking.Answer())
             answer.calls += 1
-            due = answer.asks_at(answer.calls)
-            if due and (
-                known.reaches or any(dtensors.any_sharded(each.leaves) for each in self.given)
-            ):
+            self.asks = answer.asks_at(answer.calls)
+            reaches = known.reaches or any(dtensors.any_sharded(x.leaves) for x in self.given)
+            if self.asks and reaches:
                 answer.note(None, 0)
-                due = False
-            if not due:
                 self.asks = False
+            if not self.asks:
                 return loss(*args)
             self.inquiry = coupling.Inquiry(question, answer, known.draws, _alive(known.modules))
             checks.here.asked += 1
@@ -340,7 +338,7 @@ class _Observer:
         for x in operations.written_by(operation, args, kwargs):
             memory = kernels.memory_of(dtensors.local(x))
             if memory is not None and memory not in ours:
-                what = self.names.get(memory) or called_modules.name_of(x, [*self.modules])
+                what = self.names.get(memory) or called_modules.name_in(x, [*self.modules])
                 what = f"{_sentence('writes to', what)}\n\nThe operation: {operation}"
                 self.refused.append(WriteError(what))
                 raise self.refused[-1]

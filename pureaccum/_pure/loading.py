@@ -36,9 +36,9 @@ def by_own_names(given: Any, names: Iterable[str], root: str) -> dict[str, Tenso
             "fn.load(state.params, state.buffers)."
         )
     own = {*names}
-    plain = {_without_wrappers(name): name for name in own}
+    plain: dict[str, str] = {_without_wrappers(name): name for name in own}
     found: dict[str, Tensor] = {}
-    for name, x in given.items():
+    for name, x in dict[str, Any](given).items():
         key = name if name in own else plain.get(_without_wrappers(name), name)
         if key in found:
             raise ValueError(f"{root}[{key!r}] is there twice, with and without a wrapper's name.")

@@ -196,8 +196,8 @@ def _add_to_moments(state: Any, chunk: chunks.Chunk) -> MomentSums:
         off = x.to(one.dtype) * _broadcast(own, x) - _mean(one, whole)
         twos.append(_plus_rows(torch.zeros_like(_power(one)), _power(off), each))
         ones.append(one)
-    sums = (trees.unflatten(chunk.spec, column) for column in (ones, twos))
-    return _pooled(state, MomentSums(*sums, whole, (each != 0).double().sum()))
+    first, centred = (trees.unflatten(chunk.spec, column) for column in (ones, twos))
+    return _pooled(state, MomentSums(first, centred, whole, (each != 0).double().sum()))
 
 
 def _pooled(a: MomentSums, b: MomentSums) -> MomentSums:

@@ -199,7 +199,8 @@ def next_state(
     counts["applied"] = state.applied + applied.to(state.applied.device)
     counts["samples"] = state.samples + summed.carried[1]
     parts = dtensors.closed(means.parts, means.layouts)
-    params, opt_state = ready.apply(parts, verdict.told, donate, means.norm)
+    with modes.named_range("optimizer"):
+        params, opt_state = ready.apply(parts, verdict.told, donate, means.norm)
     new = TrainState(
         params=params, buffers=buffers, opt_state=opt_state, loss_scale=scaling, **counts
     )

@@ -152,7 +152,7 @@ def _placeholder(leaf: Any) -> Any:
     return torch.zeros((), dtype=leaf.dtype).expand(leaf.whole) if is_piece else leaf
 
 
-def _resized(like: trees.Tree, name: str, held: Mapping[str, Any]) -> trees.Tree:
+def _resized(like: Any, name: str, held: Mapping[str, Any]) -> Any:
     """The tree, with as many items in each list of things alike as the file has."""
     if type(like) is list:
         rest = (path.removeprefix(f"{name}[") for path in held if path.startswith(f"{name}["))
@@ -162,7 +162,7 @@ def _resized(like: trees.Tree, name: str, held: Mapping[str, Any]) -> trees.Tree
         kinds = {trees.flatten(x)[1] for x in like}
         if len(kinds) == 1 and kinds.pop().num_leaves:
             like = (like + like[-1:] * count)[:count]
-    children, spec = optree.tree_flatten(like, lambda x: x is not like, namespace=trees.NAMESPACE)
+    children, spec = optree.tree_flatten(like, lambda x: x is not like, namespace=trees.NAMESPACE)  # pyright: ignore
     if spec.num_nodes == 1:  # a leaf, or None
         return like
     pairs = zip(children, trees.paths(spec, name), strict=True)

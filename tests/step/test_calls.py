@@ -51,14 +51,14 @@ def calls(run):
 
 
 CASES = {
-    "sgd": (plain, {"w": torch.ones(8, 4)}, pa.sgd(0.1), {}, 171),
-    "functional and adamw": (network, FN.params, pa.adamw(), {}, 200),
+    "sgd": (plain, {"w": torch.ones(8, 4)}, pa.sgd(0.1), {}, 177),
+    "functional and adamw": (network, FN.params, pa.adamw(), {}, 206),
     "clip, scale and policy": (
         plain,
         {"w": torch.ones(8, 4)},
         pa.chain(pa.clip_by_global_norm(1.0), pa.adamw()),
         {"loss_scale": pa.dynamic_loss_scale(), "policy": pa.Policy(compute=torch.bfloat16)},
-        269,
+        275,
     ),
 }
 
@@ -197,3 +197,17 @@ def test_the_gradients_of_samples_are_watched_once_and_not_at_every_call():
     grad = pa.per_sample_grad(lambda params, x: (params["w"] @ x).square())
     first = calls(lambda: grad(params, rows))
     assert 2 * calls(lambda: grad(params, rows)) < first
+
+
+def test_a_profile_has_named_ranges_and_only_a_profile():
+    step = pa.make_step(lambda params, batch: plain(params, batch), pa.sgd(0.1), microbatch_size=8)
+    state = step.init({"w": torch.ones(8, 4)})
+    with torch.profiler.profile() as profile:
+        step(state, BATCH)
+    counts = {x.key: x.count for x in profile.key_averages() if x.key.startswith("pureaccum")}
+    assert counts["pureaccum: microbatch"] == 4
+    assert counts["pureaccum: optimizer"] == 1
+    assert counts["pureaccum: check"] >= 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.profiler, "record_function", None)
+        step(state, BATCH)

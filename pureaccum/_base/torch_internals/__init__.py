@@ -59,6 +59,7 @@ name                               what for                                check
 ``._should_skip_dynamo``           … and import no compiler for it         2.11, 2.13
 ``torch._C._current_graph_task``   is a backward pass going on?            2.11, 2.13, 2.15
 ``torch._subclasses.fake_tensor``  tensors that hold no numbers            2.11, 2.13, 2.15
+``torch.autograd._profiler_…``     is a profiler active?                   2.13
 =================================  ======================================  ================
 
 ``tests/base/test_private_torch.py`` fails when one of them moves.

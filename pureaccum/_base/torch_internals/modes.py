@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -245,3 +245,10 @@ class Telling(TorchDispatchMode):
                 raise
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """Name what runs inside in a profile, where a profiler is active; otherwise do nothing."""
+    if torch.compiler.is_dynamo_compiling() or not torch.autograd._profiler_enabled():  # pyright: ignore
+        return nullcontext()
+    return torch.profiler.record_function(f"pureaccum: {name}")
