@@ -107,7 +107,8 @@ def grad_and_value(
 
     def by_rule(rule: Rule, /, *args: Any, **kwargs: Any) -> Any:
         at = checks.positions(wrt, len(args), "argnums")
-        cut_at = checks.positions(cut, len(args), "batch_argnums", missing=size is None)
+        none = size is None and cut == (1,)  # by default there need not be a batch
+        cut_at = checks.positions(cut, len(args), "batch_argnums", missing=none)
         checks.check_disjoint(at, cut_at)
         leaves, spec = checks.read_params({i: args[i] for i in at}, "args")
 

@@ -261,8 +261,8 @@ def _apply(
     if not buffers:
         return out, buffers
     new = {name: held[name] for name in buffers}
-    if not compiling and checks.here.applied is not None:
-        checks.here.applied(places.modules[0], buffers, new)
+    if not compiling and (note := checks.here.applied) is not None:
+        note(places.modules[0], buffers, new)
     return out, new
 
 
