@@ -30,79 +30,46 @@ Modules of pa    curvature (hvp, ggnvp, fisher_vp, cg, ...), distributed (psum, 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from . import curvature as curvature
-from . import distributed as distributed
-from ._base.asking import checks as checks
-from ._base.named_leaves import tree_get as tree_get
-from ._base.named_leaves import tree_set as tree_set
+from . import curvature, distributed
+from ._base.asking import checks
+from ._base.named_leaves import tree_get, tree_set
 from ._base.states import make_public as _make_public
-from ._base.states import stack as stack
-from ._base.states import unstack as unstack
-from ._base.trees import all_finite as all_finite
-from ._base.trees import global_norm as global_norm
-from ._core.accumulator import accumulator as accumulator
-from ._core.batches import microbatches as microbatches
-from ._core.batches import windows as windows
-from ._core.causes import CoupledLossError as CoupledLossError
-from ._core.evaluation import value as value
-from ._core.ledger import AccumState as AccumState
-from ._core.microbatch import microbatch as microbatch
-from ._core.precision import Policy as Policy
-from ._core.reductions import Reducer as Reducer
-from ._core.remat import remat as remat
-from ._core.remat import remat_sequential as remat_sequential
-from ._core.scan import scan as scan
-from ._core.token_budget import Cut as Cut
-from ._core.token_budget import cut as cut
-from ._core.transforms import grad as grad
-from ._core.transforms import grad_and_value as grad_and_value
-from ._core.weighted import Weighted as Weighted
-from ._optim.combinators import chain as chain
-from ._optim.combinators import clip_by_global_norm as clip_by_global_norm
-from ._optim.combinators import partition as partition
-from ._optim.decays import exponential_decay as exponential_decay
-from ._optim.decays import one_cycle as one_cycle
-from ._optim.decays import step_decay as step_decay
-from ._optim.ema import ema as ema
-from ._optim.from_torch import from_torch as from_torch
-from ._optim.lbfgs import lbfgs as lbfgs
-from ._optim.optimizers import adam as adam
-from ._optim.optimizers import adamw as adamw
-from ._optim.optimizers import sgd as sgd
-from ._optim.sam import sam as sam
-from ._optim.schedules import constant as constant
-from ._optim.schedules import cosine_decay as cosine_decay
-from ._optim.schedules import join_schedules as join_schedules
-from ._optim.schedules import linear_warmup as linear_warmup
-from ._pure.functional import functional as functional
-from ._pure.keys import dropout as dropout
-from ._pure.keys import fold_in as fold_in
-from ._pure.keys import key as key
-from ._pure.keys import normal as normal
-from ._pure.keys import split_key as split_key
-from ._pure.keys import uniform as uniform
-from ._samples.clipping import add_noise as add_noise
-from ._samples.clipping import clipped_sum as clipped_sum
-from ._samples.gramian import gramian as gramian
-from ._samples.noise_scale import NoiseScale as NoiseScale
-from ._samples.noise_scale import noise_scale as noise_scale
-from ._samples.noise_scale import running_noise_scale as running_noise_scale
-from ._samples.per_sample import per_sample_accumulator as per_sample_accumulator
-from ._samples.per_sample import per_sample_grad as per_sample_grad
-from ._samples.reducers import Moments as Moments
-from ._step.loss_scale import LossScaleState as LossScaleState
-from ._step.loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from ._step.loss_scale import static_loss_scale as static_loss_scale
-from ._step.memory_report import Memory as Memory
-from ._step.memory_report import MemoryReport as MemoryReport
-from ._step.memory_report import memory_report as memory_report
-from ._step.state import StepInfo as StepInfo
-from ._step.state import TrainState as TrainState
-from ._step.step import make_step as make_step
-from ._step.taken_over import export_state as export_state
-from ._step.taken_over import import_state as import_state
-from .checkpoint.save_load import load as load
-from .checkpoint.save_load import save as save
+from ._base.states import stack, unstack
+from ._base.trees import all_finite, global_norm
+from ._core.accumulator import accumulator
+from ._core.batches import microbatches, windows
+from ._core.causes import CoupledLossError
+from ._core.evaluation import value
+from ._core.ledger import AccumState
+from ._core.microbatch import microbatch
+from ._core.precision import Policy
+from ._core.reductions import Reducer
+from ._core.remat import remat, remat_sequential
+from ._core.scan import scan
+from ._core.token_budget import Cut, cut
+from ._core.transforms import grad, grad_and_value
+from ._core.weighted import Weighted
+from ._optim.combinators import chain, clip_by_global_norm, partition
+from ._optim.decays import exponential_decay, one_cycle, step_decay
+from ._optim.ema import ema
+from ._optim.from_torch import from_torch
+from ._optim.lbfgs import lbfgs
+from ._optim.optimizers import adam, adamw, sgd
+from ._optim.sam import sam
+from ._optim.schedules import constant, cosine_decay, join_schedules, linear_warmup
+from ._pure.functional import functional
+from ._pure.keys import dropout, fold_in, key, normal, split_key, uniform
+from ._samples.clipping import add_noise, clipped_sum
+from ._samples.gramian import gramian
+from ._samples.noise_scale import NoiseScale, noise_scale, running_noise_scale
+from ._samples.per_sample import per_sample_accumulator, per_sample_grad
+from ._samples.reducers import Moments
+from ._step.loss_scale import LossScaleState, dynamic_loss_scale, static_loss_scale
+from ._step.memory_report import Memory, MemoryReport, memory_report
+from ._step.state import StepInfo, TrainState
+from ._step.step import make_step
+from ._step.taken_over import export_state, import_state
+from .checkpoint.save_load import load, save
 
 
 if _TYPE_CHECKING:

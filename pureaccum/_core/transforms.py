@@ -161,29 +161,8 @@ def grad(
     The rule: ``grad_and_value(func, ...)(*args)`` without the value.
 
     Args:
-        func: Returns a scalar loss or ``Weighted``; with ``has_aux``, a pair of that and anything
-            else.
-        argnums: Which positional arguments to differentiate with respect to.
-        has_aux: Whether the loss returns ``(loss, aux)``.
-        batch_argnums: Which positional arguments are batches: their tensors have one row per
-            sample along dim 0. Every microbatch receives all other arguments whole. For
-            ``loss(params, x, y)`` it is ``(1, 2)``.
-        microbatch_size: Samples per microbatch; the last one may be shorter. Or a list, the samples
-            of each; or ``"auto"``, as many as memory allows: see ``make_step``. None takes the
-            batch whole.
-        reduction: What a scalar loss is of its samples, ``"mean"`` or ``"sum"``.
-        aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample,
-            ``"sum"``, ``"mean"`` (weighted as the loss is), ``"max"``, ``"min"``, ``"stack"``,
-            ``"last"`` or a ``Reducer``; one for all of aux, or a tree of them that is a prefix of
-            aux. Without a size aux stays as it is.
-        dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
-        nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``.
-        engine: ``"func"`` composes with transforms; ``"autograd"`` runs losses that torch.func
-            refuses; ``"auto"`` is autograd at top level and torch.func under a transform: see
-            ``make_step``.
-        check: Whether to check, at calls 1, 2, 3, 5, 8 of a loss and later at one in 32, that its
-            microbatches add up to the batch, and to raise ``CoupledLossError`` if they do not:
-            see ``checks``. With False they are added up in any case.
+        func, argnums, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction, dtype,
+            nonfinite, engine, check: As for ``grad_and_value``.
 
     Returns:
         A function of ``func``'s arguments that returns the gradients, or ``(grads, aux)``.
