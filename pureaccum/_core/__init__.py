@@ -10,7 +10,7 @@ forwards and back, in one of two ``windows``. Gradients end in ``sums``, everyth
 ``structures`` keeps the decisions that depend on the structure of the arguments alone.
 
 ``microbatch`` is the primitive. It cuts its ``arguments``, and puts its ``outputs`` together by
-``reductions`` (``gathered``, on the device or the host); its derivatives follow the ``rule``
+``reductions`` (``gathered``); its derivatives follow the ``rule``
 (``attachment``). ``remat`` is the same with one piece, and ``scan`` calls one piece after another
 with a carry. ``recomputation`` lets a function that runs again see what it saw first, wherever that
 is (``closures``, ``called_modules``; ``watch`` where no graph tells), and ``writes`` refuses writes

@@ -89,17 +89,3 @@ def _tree_of(
         return trees.unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
 
     return tree
-
-
-def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
-    """Arguments with their rows on the host, and the device that computes if that is no CPU."""
-    devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
-    if not devices:
-        return arguments, None
-    pairs = zip(arguments.tensors, arguments.cuts, strict=True)
-    lent = [
-        x if isinstance(cut, str) or x.device.type == "cpu" else gathered.to_host(x)
-        for x, cut in pairs
-    ]
-    cuts = [x if isinstance(x, str) else x._replace(host=devices[0]) for x in arguments.cuts]
-    return arguments._replace(tensors=lent, cuts=cuts), devices[0]

@@ -7,11 +7,10 @@ The result is, to the bit, that of the size which went well: an attempt leaves n
 neither memory nor random numbers drawn. What went well and what did not is remembered, so that
 later batches begin there.
 
-On a CPU nothing says how much memory there is, so the bytes are counted, in a run that is dropped.
-A storage counts from the operation that returns it until the last tensor over it is gone: in
-torch.func's forward and backward passes as in autograd's own, in what hooks add, in an update. What
-was there before does not count, nor does what a kernel allocates for itself and frees again. Every
-operation takes some ten microseconds longer.
+``counting`` counts bytes, for ``memory_report``. A storage counts from the operation that returns
+it until the last tensor over it is gone: in torch.func's forward and backward passes as in
+autograd's own, in what hooks add, in an update. What was there before does not count, nor does what
+a kernel allocates for itself and frees again. Every operation takes some ten microseconds longer.
 """
 
 import gc
@@ -26,7 +25,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._base import checks, dtensors, observation, random_state, refusals, trees
+from .._base import checks, dtensors, random_state, refusals, trees
 from .._base.torch_internals import autograd, modes
 from . import batches, exchange
 
@@ -46,11 +45,10 @@ class Live:
 
 @contextmanager
 def counting(
-    budget: int | None = None,
     device: torch.device | None = None,
     taken_for: Callable[[Tensor], Tensor] | None = None,
 ) -> Generator[Live]:
-    """Count the bytes that are alive, on one device or on all; more than a budget raises.
+    """Count the bytes that are alive, on one device or on all.
 
     Where operations take a tensor in place of another one, ``taken_for`` says of which.
     """
@@ -80,10 +78,6 @@ def counting(
                 counted[key] = weakref.ref(storage, _forgetting(key, storage.nbytes()))
                 live.now += storage.nbytes()
         live.peak = max(live.peak, live.now)
-        if budget is not None and live.now > budget:
-            raise torch.OutOfMemoryError(
-                f"the call holds {live.now} bytes beyond its arguments; memory_budget is {budget}."
-            )
 
     def _forgetting(key: int, bytes_: int) -> Callable[[Any], None]:
         def forget(_: Any) -> None:
@@ -125,27 +119,6 @@ class Tried(NamedTuple):
 
     fits: int = 0  # the largest size that went well
     fails: float = float("inf")  # the smallest that did not
-    rows: int = 0  # the longest batch in which ``fits`` went well
-    calls: int = 0  # since a size failed
-
-    def next(self, most: int, retry_after: int | None) -> tuple["Tried", int]:
-        """What is known in the next call, and the size that it begins with: ``most``, or less."""
-        known = self._replace(calls=self.calls + 1)
-        if retry_after is not None and known.calls > retry_after:
-            most = min(most, 2 * known.fits)
-            known = known._replace(fails=float("inf"))
-        return known, most if most < known.fails else max(known.fits, 1)
-
-    def without(self, size: int) -> "Tried":
-        """What is known once a size has failed: if it went well before, memory is tighter now."""
-        known = Tried() if size <= self.fits else self
-        return known._replace(fails=min(size, known.fails), calls=0)
-
-    def after(self, size: int, rows: int) -> "Tried":
-        """What is known once a size went well in a batch of so many samples."""
-        if size < self.fits:
-            return self
-        return self._replace(fits=size, rows=max(rows, self.rows) if size == self.fits else rows)
 
 
 class Search(NamedTuple):
@@ -158,21 +131,17 @@ class Search(NamedTuple):
 def by_memory(
     run: Callable[..., Any],
     look: Callable[..., tuple[trees.Tree, trees.Tree]],
-    budget: int | None = None,
     root: str = "batch",
     *,
     parts: int = 1,
-    retry_after: int | None = None,
 ) -> Search:
     """``run`` without its first argument, the microbatch size, which it finds by itself.
 
     Args:
         run: ``run(size, *args, **kwargs)``, a pure function.
         look: Gives the batch among ``args``, and what else decides how much memory is needed.
-        budget: The bytes that a call may hold beyond its arguments; None for all that there are.
         root: What errors call the batch.
         parts: How many microbatches there should be at least.
-        retry_after: After how many calls a size that failed is tried again; None: never.
     """
     kinds: dict[Any, Tried] = {}
 
@@ -182,14 +151,12 @@ def by_memory(
         rows = max(batches.rows_to_cut(batches.read_batch(batch, root), root), 1)
         kind, device = _kind(batch, rest)
         most = -(-rows // min(parts, rows))
-        return kind, device, rows, *kinds.get(kind, Tried()).next(most, retry_after)
+        known = kinds.get(kind, Tried())
+        return kind, device, rows, known, most if most < known.fails else known.fits
 
     def size_of(*args: Any, **kwargs: Any) -> int | None:
-        kind, _, rows, known, size = begun_with(args, kwargs)
-        if size > known.fits or rows > known.rows:
-            return None
-        kinds[kind] = known
-        return size
+        *_, known, size = begun_with(args, kwargs)
+        return size if size <= known.fits else None
 
     def found(*args: Any, **kwargs: Any) -> Any:
         if modes.transform_active():
@@ -201,8 +168,6 @@ def by_memory(
             tried.append(size)
             try:
                 with exchange.inside_of(around):
-                    if budget is not None and (size > known.fits or rows > known.rows):
-                        _count(partial(run, size, *args, **kwargs), budget, device)
                     result = run(size, *args, **kwargs)
                 break
             except Exception as error:
@@ -217,25 +182,15 @@ def by_memory(
                     raise
                 _let_go(error, outer)
             forget()  # not above: the interpreter keeps an error until its except block is left
-            known = known.without(size)
+            # If it went well before, memory is tighter now.
+            known = Tried(known.fits if size > known.fits else 0, size)
             size = max(size // 2, known.fits)
         if len(kinds) >= KINDS_REMEMBERED:
             kinds.clear()
-        kinds[kind] = known.after(size, rows)
+        kinds[kind] = known._replace(fits=max(size, known.fits))
         return result
 
     return Search(found, size_of)
-
-
-def _count(run: Callable[[], Any], budget: int, device: torch.device | None) -> None:
-    """Raise where a run holds more than a budget; what it gives is dropped."""
-    with counting(budget, device):
-        _, end = observation.observed(run, [] if device is None else [device])
-    if end == "at ranks":
-        raise RuntimeError(
-            "memory_budget covers one rank only, because the bytes of DTensors and of torch's "
-            "collectives cannot be counted ahead. Pass a number as microbatch_size."
-        )
 
 
 _TRANSFORMED = (

@@ -1,12 +1,7 @@
-"""What comes out of the pieces of a batch: summed, or laid end to end, on the device or the host.
-
-Rows that lie on the host lie in pinned memory, from where a device takes some of them at a time.
-Pieces are copied on one side stream per device: the next one comes while this one is computed with,
-and what was computed goes back while the device goes on.
-"""
+"""What comes out of the pieces of a batch: summed, or laid end to end."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +16,6 @@ class Rows(NamedTuple):
 
     dim: int
     each: bool = False  # one entry per piece, in place of its rows
-    host: torch.device | None = None  # the device that computes with rows that lie on the host
     over: sharded_rows.Over = sharded_rows.NOWHERE  # the ranks of which each cuts its own rows
 
 
@@ -48,7 +42,7 @@ class Gathered:
             self.ahead = False
         elif self.sums:
             self.add(x)
-        elif isinstance(self.how, Rows) and (len(self.sizes) > 1 or self.how.host):
+        elif isinstance(self.how, Rows) and len(self.sizes) > 1:
             if self.how.over == sharded_rows.NOWHERE or self.how.each:
                 self.append(x, self.how)
             else:
@@ -69,10 +63,10 @@ class Gathered:
     def append(self, x: Tensor, how: Rows) -> None:
         """Lay the next rows at the end."""
         if self.at == 0 and not self.parts:
-            if how.host or holds_much(x, len(self.sizes)):  # then no row exists twice
+            if holds_much(x, len(self.sizes)):  # then no row exists twice
                 shape = list(x.shape)
                 shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
-                self.parts = [room_for(x, shape) if how.host else x.new_empty(shape)]
+                self.parts = [x.new_empty(shape)]
             else:
                 self.at = -1
         if self.at >= 0 and not self.may_write(x):  # such as the first that a vmap maps
@@ -82,8 +76,7 @@ class Gathered:
             self.parts.append(x)
             return
         size = x.shape[how.dim]
-        place = self.parts[0].narrow(how.dim, self.at, size)
-        put(place, x) if how.host else place.copy_(x)
+        self.parts[0].narrow(how.dim, self.at, size).copy_(x)
         self.at += size
 
     def may_write(self, x: Tensor) -> bool:
@@ -94,8 +87,6 @@ class Gathered:
 
     def end(self) -> Tensor:
         """The whole output; a sum is in the dtype of a piece."""
-        if isinstance(self.how, Rows) and self.how.host:
-            await_host(self.how.host)
         if isinstance(self.how, Rows) and len(self.parts) > 1:
             if self.how.over != sharded_rows.NOWHERE and not self.how.each:
                 return sharded_rows.join_rows(self.parts, self.how.over, self.how.dim)
@@ -126,72 +117,3 @@ def _is_added_alone(x: Tensor) -> bool:
     return (
         type(x) is not Tensor or x.is_sparse or functorch.is_one_of_many(x) or weights.is_large(x)
     )
-
-
-# Rows on the host ----------------------------------------------------------------------------
-
-
-_sides: dict[torch.device, Any] = {}
-
-
-def to_host(x: Tensor) -> Tensor:
-    """Copy rows to pinned memory, differentiably."""
-    return room_for(x, x.shape).copy_(x)
-
-
-def room_for(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Pinned memory for rows like those of a tensor."""
-    return like.new_empty(shape, device="cpu", pin_memory=True)
-
-
-class Fetched(Sequence[Tensor]):
-    """Pieces on a device, each asked for once, one after the other."""
-
-    def __init__(self, pieces: Sequence[Tensor], device: torch.device) -> None:
-        self.pieces, self.device = pieces, device
-        self.coming: dict[int, tuple[Tensor, Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __getitem__(self, p: Any) -> Any:
-        for n in (p, p + 1):
-            if n < len(self) and n not in self.coming:
-                side = _side(self.device)
-                with _module(self.device).stream(side):
-                    x = self.pieces[n].to(self.device, non_blocking=True)
-                self.coming[n] = x, side.record_event()
-        x, ready = self.coming.pop(p)
-        here = _module(self.device).current_stream(self.device)
-        here.wait_event(ready)
-        functorch.innermost(x).record_stream(here)
-        return x
-
-
-def put(place: Tensor, x: Tensor) -> None:
-    """Copy a piece to its place on the host, while the device goes on."""
-    device = x.device
-    if device.type == "cpu":
-        place.copy_(x)
-        return
-    side = _side(device)
-    side.wait_stream(_module(device).current_stream(device))
-    with _module(device).stream(side):
-        place.copy_(x, non_blocking=True)
-    # its memory is not given away before it has been copied
-    functorch.innermost(x).record_stream(side)
-
-
-def await_host(device: torch.device) -> None:
-    """Wait for all copies to the host: a CPU that reads there would not."""
-    _side(device).synchronize()
-
-
-def _module(device: torch.device) -> Any:
-    return getattr(torch, device.type)
-
-
-def _side(device: torch.device) -> Any:
-    if device not in _sides:
-        _sides[device] = _module(device).Stream(device)
-    return _sides[device]

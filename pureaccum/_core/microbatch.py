@@ -10,7 +10,7 @@ Everything else that takes a batch in parts is built on it.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial, wraps
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from .._base import checks, random_state, trees
 from .._base.torch_internals import autograd, functorch, modes
 from . import auto_size, batches, exchange, gathered, losses, recomputation, rule, writes
-from .arguments import Arguments, with_rows_on_host
+from .arguments import Arguments
 from .attachment import attach
 from .outputs import Outputs, Whole
 from .reductions import check_reduce
@@ -30,7 +30,6 @@ P = ParamSpec("P")
 
 
 MicrobatchSize = int | Sequence[int] | str
-Keep = Literal["device", "host"]
 Piece = Callable[..., rule.Outs]
 
 
@@ -42,7 +41,6 @@ def microbatch(
     batch_argnames: str | Sequence[str] = (),
     reduce: trees.Tree = "concat",
     dim: int = 0,
-    keep: Keep = "device",
 ) -> Callable[P, trees.Tree]:
     """Make a function, and all its derivatives, process its batch one microbatch at a time.
 
@@ -75,8 +73,6 @@ def microbatch(
             or a tree of them that is a prefix of the output. A ``Weighted`` in the output becomes
             total / weight of the whole batch, whatever ``reduce`` is.
         dim: The dim along which the batch arguments are cut and outputs are concatenated.
-        keep: Where to store the rows, and what the backward pass needs of them: ``"device"``, or
-            ``"host"`` for pinned host memory. Copies to and from the host overlap with computation.
 
     Returns:
         A function with the arguments of ``func``.
@@ -98,13 +94,12 @@ def microbatch(
     at = checks.check_argnums(batch_argnums, "batch_argnums")
     names = (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames)
     check_reduce(reduce)
-    checks.check_choice(keep, get_args(Keep), "keep")
     known = writes.known_of(func)
     if auto_size.is_auto(microbatch_size):
         given = partial(microbatch, func, batch_argnums=at, batch_argnames=names)
 
         def of_size(size: int, /, *args: Any, **kwargs: Any) -> trees.Tree:
-            return given(microbatch_size=size, reduce=reduce, dim=dim, keep=keep)(*args, **kwargs)
+            return given(microbatch_size=size, reduce=reduce, dim=dim)(*args, **kwargs)
 
         def look(*args: Any, **kwargs: Any) -> tuple[trees.Tree, trees.Tree]:
             return _batch_of(args, kwargs, at, names), [args, kwargs]
@@ -118,10 +113,7 @@ def microbatch(
         rows = batches.rows_to_cut(batches.read_batch(batch, "args", dim), "args", one_by_one=True)
         sizes = batches.sizes_of_batch(rows, size) or [0]
         arguments = Arguments.of(args, kwargs, batch, dim)
-        device = None
-        if keep == "host":
-            arguments, device = with_rows_on_host(arguments)
-        outputs = Outputs(reduce, sizes, dim, device, arguments.over)
+        outputs = Outputs(reduce, sizes, dim, arguments.over)
         with batches.cutting(len(sizes), sized=True):
             return call_microbatched(told, arguments, outputs, known)
 

@@ -78,14 +78,9 @@ class Outputs:
     """The outputs of several microbatches, by the reductions of ``reduce``."""
 
     def __init__(
-        self,
-        reduce: trees.Tree,
-        sizes: Sequence[int],
-        dim: int,
-        host: torch.device | None = None,
-        over: sharded_rows.Over = sharded_rows.NOWHERE,
+        self, reduce: trees.Tree, sizes: Sequence[int], dim: int, over: sharded_rows.Over
     ) -> None:
-        self.sizes, self.dim, self.reduce, self.host, self.over = sizes, dim, reduce, host, over
+        self.sizes, self.dim, self.reduce, self.over = sizes, dim, reduce, over
         self.begin()
 
     def begin(self) -> None:
@@ -154,7 +149,7 @@ class Outputs:
     def cut(self, p: int, x: Tensor, reduction: str) -> tuple[Tensor, gathered.Cut]:
         """What is summed or laid end to end of a leaf, and which of these."""
         if reduction == "concat":
-            return x, gathered.Rows(self.dim % x.dim(), host=self.host, over=self.over)
+            return x, gathered.Rows(self.dim % x.dim(), over=self.over)
         if reduction in ("stack", "max", "min"):
             return x.unsqueeze(0), gathered.Rows(0, each=True)
         if reduction == "last":

@@ -23,7 +23,7 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from .._base import sharded_rows
 from .._base.torch_internals import autograd, functorch, kernels, modes
 from . import batches, exchange, weights
-from .gathered import OWN, WHOLE, Cut, Fetched, Gathered, small_sums
+from .gathered import OWN, WHOLE, Cut, Gathered, small_sums
 
 
 class Form(NamedTuple):
@@ -93,8 +93,7 @@ def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
         return [x] * len(f.sizes)
     if how.over != sharded_rows.NOWHERE and not how.each and len(f.sizes) > 1:
         return sharded_rows.split_rows(x, f.sizes, how.over, how.dim)
-    parts = x.split(1 if how.each else list(f.sizes), how.dim)
-    return parts if how.host is None else Fetched(parts, how.host)
+    return x.split(1 if how.each else list(f.sizes), how.dim)
 
 
 # The derivatives -------------------------------------------------------------------------

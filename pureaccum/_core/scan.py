@@ -11,7 +11,7 @@ to the first.
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .._base import checks, reprs, sharded_rows, trees
 from .._base.torch_internals import functorch, modes
 from . import batches, gathered, losses, microbatch, outputs, rule, writes
-from .arguments import Arguments, with_rows_on_host
+from .arguments import Arguments
 from .reductions import check_reduce
 
 
@@ -32,7 +32,6 @@ def scan(
     *,
     chunk_size: int | Sequence[int],
     reduce: trees.Tree = "concat",
-    keep: microbatch.Keep = "device",
     dim: int = 0,
     batch_argnums: int | tuple[int, ...] = 2,
 ) -> Callable[..., tuple[trees.Tree, trees.Tree]]:
@@ -56,8 +55,6 @@ def scan(
             structure, shapes, dtypes and devices of the one that it receives.
         chunk_size: Rows per chunk; the last one may be shorter. Or a list, the rows of each.
         reduce: How to reduce each output over chunks: see ``microbatch``.
-        keep: Where to store the chunks, the carries between them and the rows of outputs:
-            ``"device"``, or ``"host"`` for pinned host memory, from which each chunk is copied.
         dim: The dim along which the sequence is cut and outputs are concatenated.
         batch_argnums: Which positional arguments are sequences. Every chunk receives all others,
             except the carry, whole.
@@ -89,7 +86,6 @@ def scan(
             "carry goes from one chunk to the next, so it cannot be split."
         )
     check_reduce(reduce)
-    checks.check_choice(keep, get_args(microbatch.Keep), "keep")
     size = batches.check_sizes(chunk_size, "chunk_size")
     known, told = writes.known_of(func), losses.advising(func, *at)
 
@@ -100,23 +96,16 @@ def scan(
         sizes = batches.sizes_of_batch(rows, size, "chunk_size") or [0]
         arguments = Arguments.of(args, kwargs, cut, dim)
         _refuse_sharded_steps(arguments.over)
-        host = None
-        if keep == "host":
-            arguments, host = with_rows_on_host(arguments)
-        made = outputs.Outputs(reduce, sizes, dim, host, arguments.over)
+        made = outputs.Outputs(reduce, sizes, dim, arguments.over)
         with batches.cutting(len(sizes), sized=True):
-            carry, outs = _over_chunks(told, arguments, made, known, host)
+            carry, outs = _over_chunks(told, arguments, made, known)
         return (carry if rows else args[CARRY]), made.finish(outs, arguments.tensors)
 
     return scanned
 
 
 def _over_chunks(
-    func: Callable[..., Any],
-    arguments: Arguments,
-    outs: outputs.Outputs,
-    known: writes.Known,
-    host: torch.device | None,
+    func: Callable[..., Any], arguments: Arguments, outs: outputs.Outputs, known: writes.Known
 ) -> tuple[trees.Tree, list[Tensor]]:
     """The last carry, and the outputs of all chunks."""
     sizes = list(outs.sizes)
@@ -127,24 +116,18 @@ def _over_chunks(
     recorded = modes.transform_active() or torch.is_grad_enabled() or functorch.forward_ad_active()
     joined: list[gathered.Gathered] = []
     carry: Any = None
-    if host is not None:
-        func = partial(_on_device, func, host)
     if torch.compiler.is_dynamo_compiling() and not functorch.transform_depth():
         func = partial(checkpoint, func, use_reentrant=False)  # it keeps no more
     for p in range(len(sizes)):
         args, kwargs = arguments.filled([column[p] for column in columns])
-        args[CARRY] = kept = args[CARRY] if p == 0 else carry
-        if host is not None:
-            args[CARRY] = trees.tree_map(_on_host, kept)
-        given = Arguments.of(args, kwargs)
-        carry, taken = microbatch.call_microbatched(func, given, _Chunk(outs, p, kept), known)
+        args[CARRY] = args[CARRY] if p == 0 else carry
+        given, chunk = Arguments.of(args, kwargs), _Chunk(outs, p, args[CARRY])
+        carry, taken = microbatch.call_microbatched(func, given, chunk, known)
         if p == 0:
             assert outs.form is not None
             joined = [gathered.Gathered(sizes, how, recorded) for how in outs.form.outs]
         for so_far in joined:
-            x = taken.pop(0)
-            is_lent = isinstance(so_far.how, gathered.Rows) and so_far.how.host is not None
-            so_far.take(gathered.to_host(x) if is_lent else x)
+            so_far.take(taken.pop(0))
     return carry, [so_far.end() for so_far in joined]
 
 
@@ -219,19 +202,3 @@ def _refuse_sharded_steps(over: sharded_rows.Over) -> None:
             "one chunk to the next. Shard another dim, such as that of samples, or use "
             "x.full_tensor()."
         )
-
-
-# On the host -------------------------------------------------------------------------------------
-
-
-def _on_host(x: Any) -> Any:
-    return gathered.to_host(x) if isinstance(x, Tensor) and x.device.type != "cpu" else x
-
-
-def _on_device(func: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
-    """Call a function with what lies on the host on its device."""
-
-    def moved(x: Any) -> Any:
-        return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
-
-    return func(*trees.tree_map(moved, args), **trees.tree_map(moved, kwargs))

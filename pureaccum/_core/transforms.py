@@ -142,7 +142,7 @@ def grad_and_value(
     return wraps(func)(history.with_history(partial(by_rule, rule), known, plain))
 
 
-def grad(
+def grad(  # noqa: D417
     func: Callable[P, Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,

@@ -122,8 +122,8 @@ def _pure(call: Callable[..., Any], name: str, roots: Sequence[str]) -> Callable
     history = asking.Answer()
 
     def called(*given: trees.Tree) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return call(*given)
+        if torch.compiler.is_dynamo_compiling():  # a graph drops copies that nobody writes to
+            return call(*trees.tree_map(torch.clone, given))
         history.calls += 1
         sums = modes.at_top_level() and checks.here.checks != "off"
         if sums := sums and history.asks_at(history.calls):
@@ -156,12 +156,12 @@ def _pure(call: Callable[..., Any], name: str, roots: Sequence[str]) -> Callable
 
 def _looks(tensors: list[Tensor], sums: bool) -> list[tuple[int, str]]:
     """Return the version of each tensor, and its sum in words: NaN is not itself."""
-    numbers = [str(x.sum(dtype=_wide(x)).item()) if sums else "" for x in tensors]
-    return [*zip(autograd.versions(tensors), numbers, strict=True)]
 
+    def number(x: Tensor) -> str:
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        return str(x.sum(dtype=wide).item()) if sums and x.layout is torch.strided else ""
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.complex128 if x.is_complex() else torch.float64
+    return [*zip(autograd.versions(tensors), map(number, tensors), strict=True)]
 
 
 def _check_alike(new: Any, old: Any, names: tuple[str, str], cause: str) -> Any:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from .._base import checks, reprs
 from .._base.torch_internals import autograd, functorch, modes, module_slots
-from .._core import buckets, closures, microbatch
+from .._core import buckets, closures
 from . import loading, microbatched_module, shell
 
 
@@ -75,6 +75,8 @@ class Functional(NamedTuple):
         """
         assert isinstance(self.apply, partial)
         places, names, *_ = self.apply.args
+        if [*map(id, places.modules[0].modules())] != [*map(id, places.modules)]:
+            shell.check_unchanged(places)
         views = self.params | self.frozen | self.buffers
         targets: list[loading.Target] = []
         for given, shapes, needed, root in (
@@ -113,7 +115,6 @@ def functional(
     module: nn.Module,
     *,
     microbatch_size: int | Sequence[int] | None = None,
-    keep: microbatch.Keep = "device",
     group: Any = None,
 ) -> Functional:
     """Make a pure function of a module, and leave the module itself as it is.
@@ -150,8 +151,6 @@ def functional(
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
         microbatch_size: Samples per microbatch; the last one may be shorter. Or a list of sizes.
             None calls the module with the whole batch.
-        keep: Where tensors stay between microbatches and for the backward pass: on the
-            ``"device"``, or on the ``"host"``, as for ``microbatch``.
         group: The ranks that share each batch. Each rank passes its own samples, perhaps none, and
             BatchNorm uses the statistics of all of them. All ranks call ``apply`` together.
             Derivatives are those of the sum over all ranks' results, as
@@ -206,7 +205,7 @@ def functional(
     whole = None
     if microbatch_size is not None or group is not None:
         size = checks.LARGEST_INT if microbatch_size is None else microbatch_size
-        whole = microbatched_module.WholeBatch(places, size, keep, group)
+        whole = microbatched_module.WholeBatch(places, size, group)
     loading.note_sums(params.values())
     return Functional(partial(_apply, places, names, frozen, whole), params, buffers, frozen)
 

@@ -28,7 +28,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._base import checks, containers, dtensors, observation, random_state, reprs, trees
 from .._base.torch_internals import functorch, modes, module_slots
 from .._core import batches, buckets, closures, writes
-from .._core.microbatch import Keep, microbatch
+from .._core.microbatch import microbatch
 from . import batch_norm, recorded_module, shell, symbols
 from .levels import Level, levels_of, run_steps
 from .trace import Operation
@@ -41,11 +41,10 @@ _MOST = 256  # structures that are remembered
 class WholeBatch:
     """Calls a module with a whole batch, microbatch by microbatch."""
 
-    def __init__(self, places: shell.Places, size: Any, keep: Keep, group: Any) -> None:
+    def __init__(self, places: shell.Places, size: Any, group: Any) -> None:
         self.places, self.size = places, batches.check_sizes(size)
-        self.keep: Keep = keep
         self.group = None if group is None else buckets.group_of(group)
-        self.plain = microbatch(self.call, microbatch_size=size, keep=keep, batch_argnums=2)
+        self.plain = microbatch(self.call, microbatch_size=size, batch_argnums=2)
         self.layers: dict[Any, Any] = {}  # see ``ModuleCall``
         self.by_function = False  # whether it calls F.batch_norm beside its layers
         self.proved: set[Any] = set()  # structures of traces, and of how many samples
@@ -75,11 +74,7 @@ class WholeBatch:
         if not sizes and self.group is not None:  # other ranks wait for what this one has: nothing
             sizes = [0]
         new = {name: tensors[name].clone() for name in buffers}
-        out = self.out_of(tensors, new, (args, kwargs), sizes)
-        # Results were kept on the host, and are not to be returned there.
-        if self.keep == "host" and (device := _device_of(tensors)) is not None:
-            out = trees.tree_map(lambda x: x.to(device, non_blocking=True), out)
-        return out, new
+        return self.out_of(tensors, new, (args, kwargs), sizes), new
 
     def out_of(
         self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]
@@ -104,7 +99,6 @@ class WholeBatch:
             given=given,
             arguments=partial(_arguments, leaves, spec),
             sizes=sizes or [0],
-            device=_device_of(own) if self.keep == "host" else None,
         )
         trace = self.trace(batch)
         if not (norms := trace.norms()):
@@ -115,7 +109,7 @@ class WholeBatch:
         if not sum(batch.sizes) and self.group is None:
             raise ValueError(f"{place} got a batch without samples; expected at least one.")
         dtensors.refuse_sharded([*given, *tensors.values()], "the input of apply", _NO_RULE)
-        in_parts = partial(microbatch, microbatch_size=self.size, keep=self.keep)
+        in_parts = partial(microbatch, microbatch_size=self.size)
         out, moments, notes = _run(trace, batch, in_parts, self.group)
         _update(trace, batch, new, moments, notes)
         return trees.unflatten(trace.spec, out)
@@ -170,11 +164,6 @@ closures.telling[Operation] = closures.telling[Level] = lambda _: ()
 
 class CoupledError(BaseException):
     """A batch norm looks at what it is given; only ``WholeBatch`` may catch it."""
-
-
-def _device_of(tensors: Tensors) -> torch.device | None:
-    """The device of some tensors, if one of them is not the CPU's."""
-    return next((x.device for x in tensors.values() if x.device.type != "cpu"), None)
 
 
 def _arguments(leaves: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> Any:

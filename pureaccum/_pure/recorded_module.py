@@ -35,16 +35,14 @@ class ModuleCall(NamedTuple):
     given: Sequence[Tensor]  # the tensors that it is called with
     arguments: Callable[[Sequence[Tensor]], Any]  # makes its arguments of these
     sizes: Sequence[int]  # the samples of each microbatch
-    device: torch.device | None  # where samples are computed, if they may lie elsewhere
 
     def alone(self, p: int) -> "ModuleCall":
         """A microbatch as a batch of plain tensors; one sample of zeros in place of none."""
         begin, size = sum(self.sizes[:p]), self.sizes[p]
         rows = [plain_tensor(x)[begin : begin + size] for x in self.given]
-        rows = rows if size else [x.new_zeros((1, *x.shape[1:])) for x in rows]
         return self._replace(
             own={name: plain_tensor(x) for name, x in self.own.items()},
-            given=[x.to(x.device if self.device is None else self.device) for x in rows],
+            given=rows if size else [x.new_zeros((1, *x.shape[1:])) for x in rows],
             sizes=[size or 1],
         )
 

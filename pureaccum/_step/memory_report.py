@@ -49,7 +49,7 @@ class Memory(NamedTuple):
 
     @property
     def beyond_arguments(self) -> int:
-        """The bytes that the step itself holds at its peak, which ``memory_budget`` limits."""
+        """The bytes that the step itself holds at its peak."""
         return self.gradients + self.activations + self.workspace
 
 

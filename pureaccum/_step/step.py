@@ -49,8 +49,6 @@ def make_step(
     check: bool = True,
     noise: bool = False,
     engine: seams.Engine = "auto",
-    memory_budget: int | None = None,
-    retry_after: int | None = None,
 ) -> Step:
     """Make a training step out of a loss and an optimizer.
 
@@ -64,7 +62,7 @@ def make_step(
 
     Most programs need ``microbatch_size`` and perhaps ``has_aux``. The options are about
 
-    - memory: ``microbatch_size``, ``donate``, ``memory_budget``, ``retry_after``
+    - memory: ``microbatch_size``, ``donate``
     - precision: ``policy``, ``loss_scale``, ``nonfinite``
     - speed: ``compile``, ``engine``
     - the loss: ``has_aux``, ``aux_reduction``, ``reduction``, ``buffers``, ``keys``
@@ -131,13 +129,6 @@ def make_step(
             or a step. ``"func"`` and ``"autograd"`` force that engine. All give the same bits,
             except for the few operations that torch.func differentiates by another formula: see
             ``grad_and_value``.
-        memory_budget: For ``"auto"``: how many bytes a step may hold beyond its arguments, such as
-            gradients, activations and the next state. A CPU needs it, because Linux promises more
-            memory than it has. A size that is not yet known to fit is tried in a run that counts
-            memory and is thrown away; later steps are not counted. With ``donate`` the count leaves
-            out the update, which writes over the old state.
-        retry_after: For ``"auto"``: after how many steps to retry a size that failed twice, since
-            memory that others held may be free by then. None never retries.
 
     Returns:
         The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch, *shared)``, and for a
@@ -169,7 +160,8 @@ def make_step(
             scaled=loss_scale is not None,
         )
     )
-    size = _size_of(microbatch_size, memory_budget, retry_after)
+    auto = auto_size.is_auto(microbatch_size)
+    size = None if auto or microbatch_size is None else batches.check_sizes(microbatch_size)
     _check_parts(loss_fn, aux_reduction, loss_scale, buffers, group)
     calling = plans.Calling(
         loss_fn=precision.under(policy, loss_fn),
@@ -196,27 +188,10 @@ def make_step(
     step, graphs = _eager(plan), None
     if compile is not False:
         step, graphs = _compiled(plan, step, compile)
-    auto = auto_size.is_auto(microbatch_size)
-    return _in_any_size(plan, step, graphs, memory_budget, retry_after) if auto else step
+    return _in_any_size(plan, step, graphs) if auto else step
 
 
 # What it is given -------------------------------------------------------------------------------
-
-
-def _size_of(size: Any, budget: object, retry_after: object) -> int | list[int] | None:
-    """The size that is given; None where a batch is taken whole, or the step finds a size."""
-    for name, option, expected in (
-        ("memory_budget", budget, "the bytes that a step may hold beyond its arguments"),
-        ("retry_after", retry_after, "the steps after which a larger size is tried again"),
-    ):
-        if option is not None and not auto_size.is_auto(size):
-            raise ValueError(
-                f"{name}={option!r} only works with microbatch_size='auto', which looks for a "
-                f"size; got microbatch_size={size!r}."
-            )
-        if option is not None:
-            checks.check_int(option, name, f"an int of at least 1, {expected}", 1)
-    return None if size is None or auto_size.is_auto(size) else batches.check_sizes(size)
 
 
 def _check_parts(
@@ -289,20 +264,14 @@ def _compiled(
 
 
 def _in_any_size(
-    plan: plans.Plan,
-    step: Step,
-    graphs_of: Callable[[int], compiled.CompiledStep] | None,
-    budget: int | None,
-    retry_after: int | None,
+    plan: plans.Plan, step: Step, graphs_of: Callable[[int], compiled.CompiledStep] | None
 ) -> Step:
     """A step that finds by itself in which size it takes a batch, or a microbatch of a stream.
 
     A size is tried without the compiler, and without giving anything up: that follows the sums.
     """
     parts = 2 if plan.rule.squares else 1  # one microbatch does not scatter
-    search = partial(
-        auto_size.by_memory, look=_looked_at, budget=budget, retry_after=retry_after, parts=parts
-    )
+    search = partial(auto_size.by_memory, look=_looked_at, parts=parts)
     sums = search(partial(whole_step.sums_of_rows, plan))
     more = search(partial(whole_step.sums_of_microbatch, plan))
     whole = partial(whole_step.step_in_sums, plan, sums.run)

@@ -7,16 +7,10 @@ compute a diagonal or a trace from products, ``cg`` solves linear systems with t
 """
 
 from .._base.states import make_public as _make_public
-from .cg import CG as CG
-from .cg import CGState as CGState
-from .cg import cg as cg
-from .estimates import Estimate as Estimate
-from .estimates import diagonal as diagonal
-from .estimates import trace as trace
-from .operator import Operator as Operator
-from .products import fisher_vp as fisher_vp
-from .products import ggnvp as ggnvp
-from .products import hvp as hvp
+from .cg import CG, CGState, cg
+from .estimates import Estimate, diagonal, trace
+from .operator import Operator
+from .products import fisher_vp, ggnvp, hvp
 
 
 __all__ = [

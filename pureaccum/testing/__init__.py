@@ -14,17 +14,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .._base.states import make_public as _make_public
-from ._assertions import assert_trees_bitwise_equal as assert_trees_bitwise_equal
-from ._assertions import assert_trees_within_bound as assert_trees_within_bound
-from ._check.check import assert_accumulates as assert_accumulates
-from ._check.check import check_accumulation as check_accumulation
-from ._check.report import AccumulationMismatch as AccumulationMismatch
-from ._check.report import Diagnosis as Diagnosis
-from ._check.report import Leaf as Leaf
-from ._check.report import Report as Report
-from ._check.training_loop import check_training_loop as check_training_loop
-from ._pure import assert_pure as assert_pure
-from ._pure import unchanged as unchanged
+from ._assertions import assert_trees_bitwise_equal, assert_trees_within_bound
+from ._check.check import assert_accumulates, check_accumulation
+from ._check.report import AccumulationMismatch, Diagnosis, Leaf, Report
+from ._check.training_loop import check_training_loop
+from ._pure import assert_pure, unchanged
 
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
 
-from .models import Absent, Batch, Grads, Problem, Read, parts, taken
+from .models import Batch, Grads, Problem, Read, parts, taken
 
 
 # Networks with BatchNorm.
@@ -62,12 +62,10 @@ def cut_views(problem: Problem) -> Grads:
     return partial(pa.grad(loss), params)
 
 
-def in_microbatches(problem: Problem, **options: Any) -> Grads:
+def in_microbatches(problem: Problem) -> Grads:
     """``pa.functional`` with a size, and ``pa.grad``: also gives new running statistics."""
-    if options.get("keep") == "host" and problem.device == "cpu":
-        raise Absent("a CPU's memory is the host's")
     criterion, params = problem.criterion, problem.params
-    fn = pa.functional(problem.net, microbatch_size=problem.rows, **options)
+    fn = pa.functional(problem.net, microbatch_size=problem.rows)
     buffers = fn.buffers
 
     def loss(params: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -289,7 +287,6 @@ def blocks(problem: Problem, params: dict[str, Tensor]) -> list[dict[str, Tensor
 COUPLED: dict[str, Callable[[Problem], Any]] = {
     "full batch": full_batch,
     "functional in microbatches": in_microbatches,
-    "the same, kept on the host": partial(in_microbatches, keep="host"),
     "full-batch InfoNCE over BatchNorm": full_views,
     "InfoNCE over BatchNorm": cut_views,
     "full-batch InfoNCE": all_pairs,

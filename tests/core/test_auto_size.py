@@ -1,4 +1,4 @@
-"""``microbatch_size="auto"``: what is tried, what is remembered, what a budget means.
+"""``microbatch_size="auto"``: what is tried, and what is remembered.
 
 Nobody looks for writes here, which takes one call more; the calls that are counted are those of the
 search.
@@ -10,15 +10,12 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from hypothesis import given
 
 import pureaccum as pa
-from pureaccum._base.torch_internals.modes import dispatched
-from pureaccum._core.auto_size import by_memory, counting
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.core.shortage import few_to_collect
-from tests.draws import examples, few, generator
+from tests.draws import generator
 from tests.problems import in_a_window, once
 from tests.refusals import saying
 
@@ -39,16 +36,14 @@ def nobody_watches_for_writes():
 
 
 class Counted:
-    """A loss that notes the samples of each microbatch, and keeps so many activations."""
+    """A loss that notes the samples of each microbatch."""
 
-    def __init__(self, terms=1):
-        self.terms = terms
+    def __init__(self):
         self.rows = []
 
     def __call__(self, params, batch):
         self.rows.append(len(batch))
-        means = [(torch.tanh(batch * params) ** 2).mean() for _ in range(self.terms)]
-        return torch.stack(means).sum()
+        return (torch.tanh(batch * params) ** 2).mean()
 
     def tried(self):
         rows, self.rows = self.rows, []
@@ -62,42 +57,8 @@ def make_batch(rows):
 PARAMS = torch.linspace(0.5, 2, WIDTH)
 
 
-def peak(size, batch, loss=None, params=PARAMS):
-    step = pa.make_step(loss or Counted(), pa.adamw(), microbatch_size=size)
-    state = step.init(params)
-    with counting() as live:
-        step(state, batch)
-    return live.peak
-
-
-def made(loss, budget=None):
-    return pa.make_step(loss, pa.adamw(), microbatch_size="auto", memory_budget=budget)
-
-
-@pytest.mark.given_up("memory budget")
-@examples(1 / 3)
-@given(few, few)
-def test_the_largest_half_that_the_budget_allows_is_taken(rows, fits):
-    """And one byte less than it needs is too little."""
-    batch = make_batch(8 * rows)
-    sizes = [8 * rows]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    size = sizes[fits % len(sizes)]
-    needs = {it: peak(it, batch) for it in sizes}
-    for budget in (needs[size], needs[size] - 1):
-        loss = Counted()
-        step = made(loss, budget)
-        state = step.init(PARAMS)
-        expected = next((it for it in sizes if needs[it] <= budget), None)
-        if expected is None:
-            with saying(torch.OutOfMemoryError, f"memory_budget is {budget}", "alive"):
-                step(state, batch)
-            continue
-        with unchanged(state, batch):
-            found = step(state, batch)
-        explicit = pa.make_step(loss, pa.adamw(), microbatch_size=expected)
-        assert_trees_bitwise_equal(found, explicit(state, batch))
+def made(loss):
+    return pa.make_step(loss, pa.adamw(), microbatch_size="auto")
 
 
 def test_without_a_shortage_a_batch_is_one_microbatch():
@@ -106,24 +67,6 @@ def test_without_a_shortage_a_batch_is_one_microbatch():
     assert loss.tried() == [24]
     assert pa.grad(loss, microbatch_size="auto")(PARAMS, make_batch(7)) is not None
     assert loss.tried() == [7]
-
-
-@pytest.mark.given_up("memory budget")
-def test_later_batches_begin_at_what_is_known():
-    loss = Counted()
-    step = made(loss, peak(8, make_batch(32)))
-    state = step.init(PARAMS)
-    for batch, sizes in (
-        (make_batch(32), [32, 16, *[8] * 4 * 2]),  # what fits was counted, and is run again
-        (make_batch(32), [8] * 4),
-        (make_batch(20), [8, 8, 4]),  # 32 did not fit, nor did 16
-        (make_batch(12), [12, 8, 4]),  # but this was not tried
-        (make_batch(12), [8, 4]),
-    ):
-        step(state, batch)
-        assert loss.tried() == sizes
-    step(state, torch.zeros(12, 2 * WIDTH)[:, ::2].double())  # another kind of sample
-    assert loss.tried()[0] == 12
 
 
 class Scarce:
@@ -176,7 +119,11 @@ def test_later_batches_begin_at_the_size_that_went_well():
     for holds, rows, sizes in (
         (8, 32, [32, 16, *[8] * 4]),
         (8, 32, [8] * 4),
-        (8, 20, [8, 8, 4]),
+        (8, 20, [8, 8, 4]),  # 32 did not fit, nor did 16
+        (8, 12, [12, 8, 4]),  # but this was not tried
+        (8, 12, [8, 4]),
+        (8, 4, [4]),
+        (8, 32, [8] * 4),
         (2, 8, [8, 4, *[2] * 4]),
         (2, 8, [2] * 4),
     ):
@@ -205,68 +152,6 @@ def test_what_is_known_of_one_kind_is_not_taken_for_another(form):
         loss.holds, loss.rows = holds, []
         call(KINDS[name], 16)
         assert loss.rows == sizes, name
-
-
-@pytest.mark.given_up("memory budget")
-def test_a_budget_is_kept_for_each_shape_of_params():
-    """What is known to fit is not counted again: of wider params nothing is known yet."""
-    batch, wide = torch.ones(16, 1), torch.linspace(0.5, 2, 8 * WIDTH)
-    loss = Counted()
-    step = made(loss, peak(4, batch, params=wide))
-    narrow = step.init(PARAMS)
-    for state, sizes in (
-        (narrow, [16] * 2),
-        (step.init(wide), [16, 8, *[4] * 4 * 2]),
-        (narrow, [16]),
-        (step.init(wide), [4] * 4),
-    ):
-        found = step(state, batch)
-        assert loss.tried() == sizes
-        explicit = pa.make_step(loss, pa.adamw(), microbatch_size=sizes[-1])
-        assert_trees_bitwise_equal(found, explicit(state, batch))
-        loss.tried()
-
-
-@pytest.mark.given_up("memory budget")
-def test_a_size_that_fits_no_longer_is_forgotten():
-    """Samples of the same shape, of which more is kept than before."""
-    loss = Counted()
-    step = made(loss, peak(1, make_batch(8), Counted(30)))
-    state = step.init(PARAMS)
-    for times in (2, 1):
-        step(state, make_batch(4))
-        assert loss.tried() == [4] * times
-    loss.terms = 30
-    step(state, make_batch(4))  # known to fit, and so not counted
-    assert loss.tried() == [4]
-    step(state, make_batch(8))
-    assert loss.tried() == [8, 4, 2, *[1] * 8 * 2]
-    step(state, make_batch(8))
-    assert loss.tried() == [1] * 8
-
-
-@pytest.mark.given_up("memory budget")
-def test_a_proven_size_is_not_counted():
-    seen = []
-
-    def loss(params, batch):
-        seen.append(dispatched())
-        return (batch * params).mean()
-
-    step = made(loss, 10**9)
-    state = step.init(PARAMS)
-    for rows in (8, 8, 4, 9, 9):
-        step(state, make_batch(rows))
-    assert seen == [True, False, False, False, True, False, False]  # what was counted is dropped
-    step = made(loss, peak(8, make_batch(64), loss))
-    for rows, counted in (
-        *((32, True), (32, False), (64, True), (64, False)),
-        *((32, False), (64, False)),  # a shorter batch makes nothing forgotten
-    ):
-        seen.clear()
-        step(state, make_batch(rows))  # with 8 samples a microbatch, in longer and longer batches
-        assert any(seen) == counted
-        assert not any(seen[-rows // 8 :])
 
 
 def test_a_step_over_a_batch_without_rows_is_not_applied():
@@ -300,27 +185,6 @@ def test_a_stream_gives_aux_that_outlives_its_window(donate):
         return seen, step.apply(state, window)
 
     assert_trees_bitwise_equal(streamed("auto", donate=donate), streamed(None))
-
-
-@pytest.mark.given_up("memory budget")
-def test_a_larger_size_is_tried_again_after_a_while():
-    loss = Scarce()
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", retry_after=2)
-    state, batch = step.init(torch.ones(3)), rows_like(3)(16)
-    for holds, sizes in (
-        (4, [16, 8, *[4] * 4]),
-        (4, [4] * 4),
-        (4, [4] * 4),
-        (4, [8, *[4] * 4]),  # not 16: twice what went well
-        (16, [4] * 4),
-        (16, [4] * 4),
-        (16, [8] * 2),
-        (16, [16]),  # 8 was the smallest that had failed
-        (16, [16]),
-    ):
-        loss.holds, loss.rows = holds, []
-        step(state, batch)
-        assert loss.rows == sizes
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -396,29 +260,9 @@ def test_sizes_are_tried_without_the_compiler():
         called.clear()
 
 
-def budget(*case):
-    return pytest.param(*case, marks=pytest.mark.given_up("memory budget"))
-
-
-@pytest.mark.parametrize(
-    ("error", "options", "words"),
-    [
-        budget(ValueError, {"retry_after": 0}, ("retry_after is 0", "at least 1, the steps")),
-        budget(
-            ValueError,
-            {"retry_after": 3, "microbatch_size": 2},
-            ("retry_after=3", "=2", "'auto'"),
-        ),
-        budget(ValueError, {"memory_budget": 0}, ("memory_budget is 0", "at least 1, the bytes")),
-        budget(TypeError, {"memory_budget": 2.0}, ("memory_budget is 2.0, a float", "bytes")),
-        budget(TypeError, {"memory_budget": True}, ("memory_budget is True, a bool", "bytes")),
-        budget(ValueError, {"memory_budget": 9, "microbatch_size": 2}, ("=9", "=2", "'auto'")),
-        (TypeError, {"microbatch_size": "all"}, ("microbatch_size is 'all', a str", "int")),
-    ],
-)
-def test_options_that_do_not_fit_auto_are_refused(error, options, words):
-    with saying(error, *words):
-        pa.make_step(Counted(), pa.sgd(0.1), **{"microbatch_size": "auto"} | options)
+def test_a_size_that_is_another_word_is_refused():
+    with saying(TypeError, "microbatch_size is 'all', a str", "int"):
+        pa.make_step(Counted(), pa.sgd(0.1), microbatch_size="all")
 
 
 @pytest.mark.parametrize(
@@ -440,17 +284,3 @@ def test_options_of_transforms_are_checked_at_once():
 
 def mean(params, batch):
     return (params * batch).mean()
-
-
-@pytest.mark.given_up("memory budget")
-def test_a_size_is_proven_up_to_the_longest_batch_that_it_took():
-    """A batch also takes memory for its length: what a short one took is not proven for a long."""
-
-    def run(size, batch):
-        held = torch.empty(size * 10 + len(batch), dtype=torch.uint8)
-        return size if held.numel() else 0
-
-    found = by_memory(run, lambda batch: (batch, ()), budget=170).run
-    assert found(torch.empty(100)) == 6
-    assert found(torch.empty(8)) == 8
-    assert found(torch.empty(100)) == 4  # of 8, 180 bytes would be alive

@@ -78,7 +78,6 @@ def by_stream(sizes):
     return lambda w, batch: of(w, pa.microbatches(batch, sizes))
 
 
-BUDGETED = "window of auto"
 WAYS = {
     "value": lambda sizes: pa.value(loss, microbatch_size=sizes, **OPTIONS),
     "stream": by_stream,
@@ -88,20 +87,14 @@ WAYS = {
     "step": by_step,
     "a step that skips": lambda sizes: by_step(sizes, nonfinite="skip"),
     "window": by_window,
-    BUDGETED: lambda sizes: by_window(sizes, microbatch_size="auto", memory_budget=10**9),
+    "window of auto": lambda sizes: by_window(sizes, microbatch_size="auto"),
     "microbatch": lambda sizes: pa.microbatch(
         loss, microbatch_size=sizes, reduce=("sum", REDUCTIONS)
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(way, marks=pytest.mark.given_up("memory budget") if way == BUDGETED else ())
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
 @given(seeds(), compositions(ROWS))
 def test_each_metric_is_that_of_the_whole_batch(way, seed, sizes):
     w, batch = torch.tensor(2.0), tokens(seed)

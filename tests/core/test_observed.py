@@ -19,7 +19,7 @@ from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.calls import BoomError
 from tests.exactly import but_checked
-from tests.problems import Around, Operations, leaf, once
+from tests.problems import Around, Operations, leaf
 from tests.refusals import saying
 from tests.runs import RUNS, by_autograd, runs, total
 
@@ -29,11 +29,6 @@ pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
 W = torch.linspace(0.5, 1.5, 4)
 Loss = Callable[[Any, Tensor], Tensor]
-
-
-def budgeted(loss):
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", memory_budget=10**6)
-    return once(step, W, X)
 
 
 CALLS = {
@@ -53,11 +48,8 @@ CALLS = {
         whole=partial(RUNS["grad_and_value"], size=None),
         samples=partial(RUNS["samples"], size=None, engine="autograd"),
     ).items()
-} | {"budget": budgeted}
-BUDGET = pytest.mark.given_up("memory budget")
-calls = pytest.mark.parametrize(
-    "call", [pytest.param(call, marks=BUDGET if call == "budget" else ()) for call in CALLS]
-)
+}
+calls = pytest.mark.parametrize("call", CALLS)
 
 
 @calls
@@ -83,8 +75,6 @@ def test_random_numbers_are_drawn_as_if_the_loss_were_called_once(call):
     loss = made()
     with unguarded():
         expected = run(made())
-    if call == "budget":  # a size that is tried again begins with the generators of torch alone
-        return
     for _ in range(2):
         assert_trees_bitwise_equal(run(loss), expected)
 
@@ -211,9 +201,6 @@ def test_an_error_of_the_loss_is_that_of_the_run_that_counts(call):
 @pytest.mark.given_up("early writes")
 @calls
 def test_a_loss_that_fails_where_it_is_observed_is_guarded_by_versions(call):
-    if call == "budget":
-        pytest.skip("nobody can count what is not to be observed")
-
     def made(writes):
         def loss(w, x):
             if dispatched():
@@ -254,7 +241,7 @@ def test_a_module_that_fails_where_it_is_observed_is_called_itself():
 
 
 @pytest.mark.given_up("early writes")
-@pytest.mark.parametrize("call", ["autograd", "value", "step", "stream", "budget", "backward"])
+@pytest.mark.parametrize("call", ["autograd", "value", "step", "stream", "backward"])
 def test_a_loss_that_catches_the_refusal_of_a_write_is_refused_all_the_same(call):
     """Nobody would refuse the write where it counts."""
     held = torch.zeros(4)
@@ -271,8 +258,6 @@ def test_a_loss_that_catches_the_refusal_of_a_write_is_refused_all_the_same(call
 @calls
 def test_a_dispatch_mode_around_sees_a_loss_once(call):
     loss = lambda w, x: (w * x).square().mean()  # noqa: E731
-    if call == "budget":
-        pytest.skip("a run that is counted is another one")
     seen = []
     for _ in range(2):
         with Operations() as operations:

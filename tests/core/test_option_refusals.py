@@ -8,7 +8,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.problems import once
 from tests.refusals import PARAMS, Loss, make_batch, refused, squares
-from tests.runs import RUNS, runs
+from tests.runs import runs
 from tests.tables import each_once
 
 
@@ -157,7 +157,6 @@ TAKES = {
     ),
     "value": ("microbatch_size", lambda n: pa.value(fits, microbatch_size=n)(W, X)),
     "step": ("microbatch_size", lambda n: once(step_of(microbatch_size=n), W, X)),
-    "budget": ("memory_budget", lambda n: bool(step_of(microbatch_size="auto", memory_budget=n))),
     "microbatches": ("size", lambda n: list(pa.microbatches(X, n))),
     "windows": ("k", lambda n: list(pa.windows(range(5), n))),
     "samples": ("chunk_size", lambda n: pa.per_sample_grad(fits, chunk_size=n)(W, X)),
@@ -210,20 +209,16 @@ LARGER = {
 } | {
     "microbatch": lambda n: pa.microbatch(torch.mul, microbatch_size=n)(W, X),
     "twice": lambda n: torch.func.jacrev(pa.grad(fits, microbatch_size=n))(W, X),
-    "budget": lambda n: RUNS["step"](fits, W, X, size="auto", memory_budget=n),
     "microbatches": lambda n: list(pa.microbatches({"x": X}, n)),
     "windows": lambda n: list(pa.windows([X, X], n)),
 }
 
 
-MARKS = {
-    "compiled step": pytest.mark.slow,
-    "budget": pytest.mark.given_up("memory budget"),
-}
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in LARGER])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "compiled step" else ()) for n in LARGER],
+)
 def test_a_size_may_be_any_number_above_the_rows(name):
     want = LARGER[name](1000)
     for huge in (2**63 - 1, 2**63, 2**64, 10**400, 10**5000):

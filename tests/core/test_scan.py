@@ -466,11 +466,6 @@ MADE = {
         ValueError,
         ("batch_argnums",),
     ),
-    "another place": (
-        lambda: pa.scan(held, chunk_size=2, keep="disk"),
-        ValueError,
-        ("keep", "host"),
-    ),
     "another reduction": (
         lambda: pa.scan(held, chunk_size=2, reduce="median"),
         ValueError,
@@ -479,18 +474,8 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            it,
-            marks=pytest.mark.given_up("host rows")
-            if it == "another place"
-            else pytest.mark.promise("errors"),
-        )
-        for it in MADE
-    ],
-)
+@pytest.mark.promise("errors")
+@pytest.mark.parametrize("case", MADE)
 def test_what_it_is_not_made_of_is_refused_by_name(case):
     run, error, words = MADE[case]
     with saying(error, *words):

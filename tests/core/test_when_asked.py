@@ -369,6 +369,27 @@ def test_a_loss_that_raises_on_parts_is_not_blamed(loss):
         assert_trees_bitwise_equal(*results)
 
 
+def pairs(w, x):
+    """Samples 2i and 2i + 1 are a pair; of one sample it is a mean over nothing."""
+    score = x @ w
+    return -torch.nn.functional.logsigmoid(score[0::2] - score[1::2]).mean()
+
+
+def triples(w, x):
+    score = x @ w
+    return (1 + score[0::3] - score[1::3] * score[2::3]).relu().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "size"), [(pairs, 2), (pairs, 4), (pairs, 8), (triples, 3), (triples, 6)]
+)
+@pytest.mark.parametrize("name", ["grad", "value", "step"])
+def test_samples_that_belong_together_are_no_reason(name, loss, size):
+    """NaN in a part of fewer than four samples proves nothing."""
+    for _ in range(4):
+        RUNS[name](loss, W, rows(24), size=size)
+
+
 def test_batch_norm_over_microbatches_of_two_rows_is_told_by_two_of_them():
     with pytest.raises(CoupledLossError):
         pa.grad(normalised, microbatch_size=2)(W, rows(4))

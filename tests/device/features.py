@@ -149,7 +149,6 @@ FORMS = {
     "bfloat16": (mean, {"policy": pa.Policy(compute=torch.bfloat16)}),
     "whole batch": (mean, {"microbatch_size": None}),
     "auto": (mean, {"microbatch_size": "auto"}),
-    "auto in a budget": (mean, {"microbatch_size": "auto", "memory_budget": 10**8}),
 }
 for name, engine in product(FORMS, ENGINES):
     loss, options = FORMS[name]
@@ -274,9 +273,9 @@ def hessian_product(params, batch):
     return torch.func.jvp(lambda p: gradient(p, batch), (params,), (make_params(),))[1]
 
 
-def coupled(params, batch, **options):
+def coupled(params, batch):
     """All pairs of samples, plain code over microbatches."""
-    z = pa.microbatch(call, microbatch_size=SIZE, **options)(params, batch["x"])
+    z = pa.microbatch(call, microbatch_size=SIZE)(params, batch["x"])
     centre = pa.microbatch(
         lambda z: pa.Weighted(z.sum(), len(z)), microbatch_size=SIZE, batch_argnums=0, reduce="sum"
     )(z)
@@ -342,12 +341,12 @@ def reported(params, batch):
     return pa.memory_report(step, step.init(params), batch) and ()
 
 
-def scanned(params, batch, keep="device"):
+def scanned(params, batch):
     def chunk(params, before, x):
         out = call(params, x + before.tanh())
         return before + x.mean(0), out.square().sum()
 
-    run = pa.scan(chunk, chunk_size=SIZE, reduce="sum", keep=keep)
+    run = pa.scan(chunk, chunk_size=SIZE, reduce="sum")
     return run(params, torch.zeros_like(batch["x"][0]), batch["x"])[1]
 
 
@@ -424,8 +423,6 @@ WAITS["check_accumulation"] = partial(Case, compared, given)
 WAITS["a sum of Weighted that skips"] = partial(
     of_step, several, OPTIMIZERS["sgd"], nonfinite="skip"
 )
-WAITS["a sequence kept on the host"] = partial(Case, pa.grad(partial(scanned, keep="host")), given)
-WAITS["rows kept on the host"] = partial(Case, pa.grad(partial(coupled, keep="host")), given)
 
 
 # What would wait and should not: a defect, which goes from here with it.

@@ -23,7 +23,6 @@ def dropped(w, x):
 AGAIN = {
     "remat": pa.remat(dropped),
     "microbatch": pa.microbatch(dropped, microbatch_size=4),
-    "kept on the host": pa.microbatch(dropped, microbatch_size=4, keep="host"),
     "checkpoint": lambda w, x: checkpoint(dropped, w, x, use_reentrant=False),
 }
 

@@ -15,69 +15,46 @@ pytestmark = [
     pytest.mark.promise("bits"),
     pytest.mark.promise("reductions"),
 ]
-on_the_host = pytest.mark.given_up("host rows")
-where = pytest.mark.parametrize("keep", ["device", pytest.param("host", marks=on_the_host)])
 
 
 def on_cuda(tree):
     return optree.tree_map(lambda x: x.cuda(), tree)
 
 
-def exact(size, keep):
+def exact(size):
     """Whole numbers all the way: samples, a sum that others read, and the whole batch at once."""
 
     def loss(p, b):
-        options = {"microbatch_size": size, "keep": keep}
-        h = pa.microbatch(lambda p, b: (b["x"] @ p["a"]).relu(), **options)(p, b)
-        # with p, since samples of the host alone would be added up there
-        s = pa.microbatch(lambda p, h: h.sum(0), reduce="sum", **options)(p, h)
-        h = pa.microbatch(lambda p, h, s: (h + s) @ p["b"], **options)(p, h, s)
-        return ((h.to(b["y"].device) - b["y"].flip(0)) ** 2).sum()
+        h = pa.microbatch(lambda p, b: (b["x"] @ p["a"]).relu(), microbatch_size=size)(p, b)
+        s = pa.microbatch(lambda p, h: h.sum(0), reduce="sum", microbatch_size=size)(p, h)
+        h = pa.microbatch(lambda p, h, s: (h + s) @ p["b"], microbatch_size=size)(p, h, s)
+        return ((h - b["y"].flip(0)) ** 2).sum()
 
     return loss
 
 
-@where
 @pytest.mark.parametrize("size", [1, 5, 11])
 @pytest.mark.parametrize("gradient", [pa.grad, torch.func.grad], ids=["pa", "torch"])
-def test_on_cuda_microbatched_functions_have_the_bits_of_the_full_batch(size, keep, gradient):
+def test_on_cuda_microbatched_functions_have_the_bits_of_the_full_batch(size, gradient):
     g = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-3, 4, shape, generator=g).float()  # noqa: E731
     params, batch = {"a": draw(5, 6), "b": draw(6, 4)}, {"x": draw(12, 5), "y": draw(12, 4)}
-    want = gradient(exact(12, "device"))(params, batch)
-    got = gradient(exact(size, keep))(on_cuda(params), on_cuda(batch))
+    want = gradient(exact(12))(params, batch)
+    got = gradient(exact(size))(on_cuda(params), on_cuda(batch))
     assert all(x.is_cuda for x in got.values())
     assert_trees_bitwise_equal(optree.tree_map(Tensor.cpu, got), want)
 
 
 @pytest.mark.promise("launches")
-@pytest.mark.parametrize(
-    "keep",
-    [
-        "device",
-        pytest.param(
-            "host",
-            marks=[
-                on_the_host,
-                pytest.mark.xfail(
-                    strict=True,
-                    reason="rows go to the host by a copy that waits, and results are waited for "
-                    "there",
-                ),
-            ],
-        ),
-    ],
-)
-def test_a_microbatched_function_does_not_wait_for_the_device(keep):
+def test_a_microbatched_function_does_not_wait_for_the_device():
     """With numbers drawn inside, weights, and a sum that the loss divides."""
     net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.ReLU()).cuda()
     fn, x = pa.functional(net), torch.randn(64, 5, device="cuda")
 
     def loss(p, x):
-        options = {"microbatch_size": 16, "keep": keep}
-        z = pa.microbatch(lambda p, x: fn.apply(p, (), x)[0], **options)(p, x)
+        z = pa.microbatch(lambda p, x: fn.apply(p, (), x)[0], microbatch_size=16)(p, x)
         mean = pa.microbatch(
-            lambda p, z: pa.Weighted((z**2).sum(), (z > 0).sum()), reduce="sum", **options
+            lambda p, z: pa.Weighted((z**2).sum(), (z > 0).sum()), reduce="sum", microbatch_size=16
         )(p, z)
         return mean + z.mean(0).square().sum()
 
@@ -90,36 +67,9 @@ def test_a_microbatched_function_does_not_wait_for_the_device(keep):
 
 
 @pytest.mark.promise("second run")
-@where
-def test_a_recomputation_on_cuda_draws_the_same_numbers(keep):
+def test_a_recomputation_on_cuda_draws_the_same_numbers():
     """The gradient of a sum of kept elements is the number of those that were seen as kept."""
-    drop = pa.microbatch(
-        lambda w, x: nn.functional.dropout(w * x, 0.5), microbatch_size=16, keep=keep
-    )
+    drop = pa.microbatch(lambda w, x: nn.functional.dropout(w * x, 0.5), microbatch_size=16)
     w, x = torch.ones((), device="cuda"), torch.ones(64, 8, device="cuda")
     got, value = torch.func.grad_and_value(lambda w: drop(w, x).sum())(w)
     assert torch.equal(got, value)
-
-
-@pytest.mark.given_up("host rows")
-def test_rows_kept_on_the_host_take_no_memory_of_the_device():
-    """Samples of the whole batch, which a chain of functions hands on, are not on the device."""
-    weights, x = torch.ones(4, device="cuda"), torch.ones(256, 64, 64, device="cuda")
-    peaks = {}
-    for keep in ("device", "host"):
-
-        def loss(w, x, keep=keep):
-            options = {"microbatch_size": 8, "keep": keep}
-            for i in range(4):
-                x = pa.microbatch(lambda w, x, i=i: torch.tanh(w[i] * x), **options)(w, x)
-            return pa.microbatch(
-                lambda x: x.square().sum(), batch_argnums=0, reduce="sum", **options
-            )(x)
-
-        pa.grad(loss)(weights, x)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        pa.grad(loss)(weights, x)
-        peaks[keep] = torch.cuda.max_memory_allocated() - before
-    assert peaks["host"] < peaks["device"]

@@ -86,10 +86,9 @@ def exact(params, batch):
     return pa.Weighted((errors(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
 
-def exact_pairs(params, batch, microbatch_size, **options):
+def exact_pairs(params, batch, microbatch_size):
     """A loss of all pairs of samples, plain code over microbatches."""
     apart = pa.microbatch(
-        lambda p, b: b["x"] @ p["w"] + p["b"] - b["y"], microbatch_size=microbatch_size, **options
+        lambda p, b: b["x"] @ p["w"] + p["b"] - b["y"], microbatch_size=microbatch_size
     )(params, batch)
-    apart = apart.to(params["w"].device)  # from where it was kept
     return (apart[:, None] - apart).square().sum()

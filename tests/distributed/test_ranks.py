@@ -377,27 +377,3 @@ def test_each_rank_finds_a_size_that_fits_it(rank, world):
             new, info = step(state, x[8 * rank : 8 * rank + 8])
             assert_trees_bitwise_equal(new, want)
             assert info.microbatches == sum({1: 8, 2: 4, 3: 4, 8: 1}[most] for most in limits)
-
-
-@pytest.mark.slow
-@pytest.mark.given_up("memory budget")
-@on_ranks(2)
-@in_step()
-@given(data=st.data(), budgets=st.tuples(*[st.sampled_from([2000, 4000, 2**20])] * 2))
-@example(data=None, budgets=(2000, 2**20))
-def test_each_rank_finds_its_own_size(rank, world, data, budgets):
-    """No other rank hears of a try that failed."""
-    rows = data.draw(st.sampled_from([2, 4, 8, 16])) if data else 16
-    x = torch.randint(1, 9, (rows, 64), generator=generator(rows)).float()
-
-    def loss(w, x, keys):
-        return (w * pa.dropout(x, 0.5, keys)).sum(1).mean()
-
-    alone = pa.make_step(loss, pa.sgd(0.25), keys=True, microbatch_size=1)
-    want, _ = alone(alone.init(torch.ones(64)), x)
-    shares = shared_out(data, x, rows, world) if data else [[part] for part in x.split(8)]
-    options = {"microbatch_size": "auto", "memory_budget": budgets[rank], "keys": True}
-    step = pa.make_step(loss, pa.sgd(0.25), group=dist.group.WORLD, **options)
-    new, info = step(step.init(torch.ones(64)), whole(shares[rank], x))
-    assert_trees_bitwise_equal(new, want)
-    assert data or info.microbatches == 4 + 1

@@ -136,6 +136,18 @@ def test_what_it_returns_is_like_what_it_was_given(name):
     assert "(params, state) like those that it gets" in str(caught.value)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [False, True])
+def test_in_a_graph_what_is_written_in_place_is_a_copy(donate):
+    """So a step that is not applied changes nothing there either."""
+    bad = Wrong(lambda g, s, p: [x.sub_(1) for x in p.values()] and None)
+    step, state = step_of(bad, compile={"backend": "eager"}, donate=donate)
+    with unchanged(PARAMS):
+        state, info = step(state, BATCH * torch.nan)
+    assert not info.applied
+    assert_trees_bitwise_equal(state.params, PARAMS)
+
+
 def test_what_versions_do_not_show_is_found_in_a_later_call():
     """At calls 1, 2, 3, 5, 8 and one in 32: sums of leaves are compared."""
     calls = []

@@ -158,6 +158,14 @@ def test_what_does_not_fit_raises_and_nothing_is_copied(name):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_a_module_that_was_replaced_since_is_named():
+    net = nn.Sequential(nn.Linear(4, 2))
+    fn, params, _ = trained(net)
+    net[0] = nn.Linear(4, 2)
+    with pytest.raises(RuntimeError, match="other parameters or modules than when functional"):
+        fn.load(params)
+
+
 def test_a_whole_state_is_refused_with_the_line_to_write():
     net = nn.Linear(4, 1)
     fn = pa.functional(net)

@@ -346,13 +346,6 @@ def test_options_of_a_module_that_make_no_sense_are_refused():
         calls(module, size=[3, 3])
 
 
-@pytest.mark.given_up("host rows")
-def test_a_place_for_rows_that_makes_no_sense_is_refused():
-    module = norm()
-    with refused(ValueError, "keep is 'disk'; expected 'device' or 'host'"):
-        pa.functional(module, microbatch_size=3, keep="disk")
-
-
 # What is refused by name ----------------------------------------------------------------------
 
 

@@ -29,7 +29,6 @@ FEATURES = {  # and what it is, as the page says it
     "compile": "`compile=`",
     "donate": "`donate=True`",
     "auto": '`microbatch_size="auto"`',
-    "budget": "`memory_budget=`",
     "noise": "`noise=True`",
     "skip": '`nonfinite="skip"`',
     "raise": '`nonfinite="raise"`',
@@ -110,15 +109,10 @@ REFUSED = {
     ("compile", "raise"): Refused(
         WAITS, "a compiled graph does not stop to read a number", "which a graph cannot"
     ),
-    **{(a, b): _AUTO for a in ("auto", "budget") for b in ("vmap", "grad")},
+    **{("auto", b): _AUTO for b in ("vmap", "grad")},
     **{("from_torch", b): _FROM_TORCH for b in ("vmap", "grad")},
     **{("dtensors", b): _DTENSORS for b in ("vmap", "grad")},
     **{(a, "dtensors"): _BATCH_NORM for a in ("batch norm", "buffers")},
-    ("budget", "dtensors"): Refused(
-        WAITS,
-        "a trial run counts the bytes, and with DTensors all ranks would have to take part in it",
-        "cannot be counted ahead",
-    ),
 }
 
 ROWS, SIZE, RATE, MOMENTUM, SEED = 64, 16, 0.25, 0.5, 3
@@ -269,12 +263,8 @@ def options_of(features):
             if option in made:
                 raise ValueError(f"{option} cannot be {made[option]!r} and {value!r}")
             made[option] = value
-    if features & {"auto", "budget"}:
-        budget = 2**22 if takes_whole(features) else 20_000
-        made |= {
-            "microbatch_size": "auto",
-            "memory_budget": budget if "budget" in features else None,
-        }
+    if "auto" in features:
+        made["microbatch_size"] = "auto"
     elif not takes_whole(features) and "stream" not in features:
         made["microbatch_size"] = SIZE
     return made
@@ -297,7 +287,7 @@ def trained(features, step, state, batch):
             continue
         window, told, at = step.begin(state), [], 0
         rows = len(batch["x"])
-        whole = takes_whole(features) or features & {"auto", "budget"}
+        whole = takes_whole(features) or "auto" in features
         before = 40 if "group" in features and dist.get_rank() else 0
         for part in [batch] if whole else pa.microbatches(batch, SIZE):
             beside = {"offset": before + at} if features >= {"group", "keys"} else {}
@@ -409,7 +399,7 @@ def rows_of_microbatches(features, count):
         ]
     if count <= len(shares):
         return shares
-    size = SIZE if features & {"group"} and not features & {"auto", "budget"} else ROWS // count
+    size = SIZE if "group" in features and "auto" not in features else ROWS // count
     return [share[i : i + size] for share in shares for i in range(0, len(share), size)]
 
 

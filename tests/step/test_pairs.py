@@ -18,8 +18,6 @@ PAGE = Path(__file__).parents[2] / "examples" / "guide" / "together.md"
 
 def marks(pair):
     """Mark a pair that is slow, or that the next version gives up."""
-    if "budget" in pair:
-        yield pytest.mark.given_up("memory budget")
     if pair in STREAM_WEIGHTS:
         yield pytest.mark.given_up("stream weights")
     if "compile" in pair:

@@ -19,14 +19,11 @@ FORMS = {
     "eager": {},
     "func": {"engine": "func"},
     "donated": {"donate": True},
-    "auto": {"microbatch_size": "auto", "memory_budget": 10**9},
+    "auto": {"microbatch_size": "auto"},
     "compiled": {"compile": EAGER},
     "compiled and donated": {"compile": EAGER, "donate": True},
 }
-GIVEN_UP = {"auto": [pytest.mark.given_up("memory budget")]}
-forms = pytest.mark.parametrize(
-    "form", [pytest.param(it, marks=GIVEN_UP.get(it, ())) for it in FORMS]
-)
+forms = pytest.mark.parametrize("form", FORMS)
 MADE = {}
 
 
@@ -56,9 +53,7 @@ def teacher(seed):
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(
-            it, marks=[pytest.mark.slow] if it.startswith("compiled") else GIVEN_UP.get(it, ())
-        )
+        pytest.param(it, marks=[pytest.mark.slow] if it.startswith("compiled") else [])
         for it in FORMS
     ],
 )

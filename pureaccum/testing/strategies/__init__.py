@@ -20,27 +20,19 @@ except ModuleNotFoundError:
         "pureaccum.testing.strategies needs hypothesis: pip install 'pureaccum[testing]'."
     ) from None
 
-from .data import batches as batches
-from .data import dtypes as dtypes
-from .data import exact_trees as exact_trees
-from .data import seeds as seeds
-from .data import shapes as shapes
-from .data import trees as trees
-from .data import weights as weights
-from .histories import Fault as Fault
-from .histories import History as History
-from .histories import MergeTree as MergeTree
-from .histories import compositions as compositions
-from .histories import faults as faults
-from .histories import histories as histories
-from .histories import merge_along as merge_along
-from .histories import merge_trees as merge_trees
-from .histories import pieces as pieces
-from .losses import KINDS as KINDS
-from .losses import ExactModel as ExactModel
-from .losses import Kind as Kind
-from .losses import losses as losses
-from .losses import reduction as reduction
+from .data import batches, dtypes, exact_trees, seeds, shapes, trees, weights
+from .histories import (
+    Fault,
+    History,
+    MergeTree,
+    compositions,
+    faults,
+    histories,
+    merge_along,
+    merge_trees,
+    pieces,
+)
+from .losses import KINDS, ExactModel, Kind, losses, reduction
 
 
 __all__ = [
