@@ -12,7 +12,7 @@ saved, and end where an uninterrupted run and one process with plain tensors end
 import argparse
 import gc
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,13 @@ def gathered(layer: Any, params: Tensors, x: Tensor) -> Tensor:
 def make_loss(mesh: DeviceMesh | None) -> Callable[[Tensors, Any], pa.Weighted]:
     with torch.device("meta"):  # layers as functions, without parameters
         layers = [pa.functional(layer) for layer in make_net()]
-    net = pa.remat_sequential([partial(gathered, fn) for fn in layers], segments=len(layers))
+    leans = [pa.remat(partial(gathered, fn)) for fn in layers]
 
     def loss(params: Tensors, batch: Any) -> pa.Weighted:
         x, y, mask = (batch[n].to_local() if mesh else batch[n] for n in ("x", "y", "mask"))
         of_layers = [{n: params[f"{i}.{n}"] for n in fn.params} for i, fn in enumerate(layers)]
-        errors = cross_entropy(net(of_layers, x).mT, y, reduction="none")
+        x = reduce(lambda x, at: at[0](at[1], x), zip(leans, of_layers, strict=True), x)
+        errors = cross_entropy(x.mT, y, reduction="none")
         sums = (errors * mask).sum(), mask.sum()
         if mesh:  # each rank has a part of the sums
             sums = (DTensor.from_local(s, mesh, [Partial()] * mesh.ndim) for s in sums)

@@ -8,7 +8,7 @@
 
 The gradient     grad, grad_and_value, value, Weighted, CoupledLossError, checks
 Streams          accumulator, AccumState, microbatches, windows, cut, Cut
-The primitive    microbatch, scan, remat, remat_sequential, Reducer
+The primitive    microbatch, scan, remat, Reducer
 The step         make_step, TrainState, StepInfo, Policy, dynamic_loss_scale, static_loss_scale,
                  LossScaleState, import_state, export_state
 Optimizers       sgd, adam, adamw, from_torch, chain, partition, clip_by_global_norm, lbfgs, sam,
@@ -44,7 +44,7 @@ from ._core.ledger import AccumState
 from ._core.microbatch import microbatch
 from ._core.precision import Policy
 from ._core.reductions import Reducer
-from ._core.remat import remat, remat_sequential
+from ._core.remat import remat
 from ._core.scan import scan
 from ._core.token_budget import Cut, cut
 from ._core.transforms import grad, grad_and_value
@@ -133,7 +133,6 @@ __all__ = [
     "per_sample_accumulator",
     "per_sample_grad",
     "remat",
-    "remat_sequential",
     "running_noise_scale",
     "sam",
     "save",

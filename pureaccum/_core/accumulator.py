@@ -32,14 +32,6 @@ from .ledger import AccumState
 from .sums import Kinds, Sums, kinds_of
 
 
-class AccumulatorInit(Protocol):
-    """Begins to accumulate."""
-
-    def __call__(self, params: trees.Tree) -> AccumState:
-        """Make the identity: a state of zeros."""
-        ...
-
-
 class AccumulatorUpdate(Protocol):
     """Adds a microbatch."""
 
@@ -52,14 +44,6 @@ class AccumulatorUpdate(Protocol):
         weights: Any = None,
     ) -> Any:
         """Add a microbatch: the state, or ``(state, aux)``."""
-        ...
-
-
-class AccumulatorMerge(Protocol):
-    """Adds two states."""
-
-    def __call__(self, a: AccumState, b: AccumState) -> AccumState:
-        """Merge two states, in any order and grouping."""
         ...
 
 
@@ -87,9 +71,9 @@ class Accumulator(NamedTuple):
             zero, the gradients are zero and the value is NaN.
     """
 
-    init: AccumulatorInit
+    init: Callable[[trees.Tree], AccumState]
     update: AccumulatorUpdate
-    merge: AccumulatorMerge
+    merge: Callable[[AccumState, AccumState], AccumState]
     finalize: AccumulatorFinalize
 
     __repr__ = reprs.of_made

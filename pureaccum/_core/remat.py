@@ -3,15 +3,13 @@
 A rematerialised function is a microbatched function with a single, uncut piece.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .._base import checks, trees
+from .._base import trees
 from . import losses, microbatch, outputs, writes
 from .arguments import Arguments
 
@@ -74,63 +72,3 @@ def call_rematerialised(
     """A function as a single piece, of which nothing is kept but what it returns."""
     given = Arguments.of(args, kwargs)
     return microbatch.call_microbatched(func, given, outputs.Whole(), known, guards)
-
-
-def remat_sequential(
-    fs: Sequence[Callable[[trees.Tree, trees.Tree], trees.Tree]], segments: int | None = None
-) -> Callable[[Sequence[trees.Tree], trees.Tree], trees.Tree]:
-    """Make a chain ``x = f(p, x)`` of functions store ``x`` only at the ends of its segments.
-
-    The rule: the functions are divided into segments that are as even as possible, and each segment
-    is rematerialised. With as many segments as functions per segment, the memory of n functions is
-    that of 2 * sqrt(n), at the cost of one more forward pass.
-
-    Args:
-        fs: The functions, each of its own parameters and the output of the function before.
-        segments: The number of segments; None for about the square root of the number of functions.
-
-    Returns:
-        ``chain(params, x)``, where ``params`` is a sequence of trees, one for each function.
-
-    Example:
-        >>> double = lambda p, x: 2 * p * x
-        >>> chain = remat_sequential([double] * 4)
-        >>> chain([torch.ones(())] * 4, torch.ones(2))
-        tensor([16., 16.])
-
-    References:
-        Chen et al., `Training deep nets with sublinear memory cost
-        <https://arxiv.org/abs/1604.06174>`_, 2016;
-        `torch.utils.checkpoint <https://docs.pytorch.org/docs/stable/checkpoint.html>`_
-    """
-    fs = list(fs)
-    for i, f in enumerate(fs):
-        if not callable(f):
-            raise TypeError(f"fs[{i}] is {f!r}; expected a function of (params, x).")
-    if not fs:
-        raise ValueError("fs is empty; expected at least one function of (params, x).")
-    expected = f"an int from 1 to {len(fs)}, the number of functions"
-    count = math.ceil(math.sqrt(len(fs))) if segments is None else segments
-    count = checks.check_int(count, "segments", expected, 1, len(fs))
-
-    def segment(start: int, stop: int) -> Callable[[Sequence[trees.Tree], trees.Tree], trees.Tree]:
-        def run(params: Sequence[trees.Tree], x: trees.Tree) -> trees.Tree:
-            for f, p in zip(fs[start:stop], params, strict=True):
-                x = f(p, x)
-            return x
-
-        return remat(run)
-
-    cuts = [len(fs) * i // count for i in range(count + 1)]
-    runs = [(start, stop, segment(start, stop)) for start, stop in pairwise(cuts)]
-
-    def chain(params: Sequence[trees.Tree], x: trees.Tree) -> trees.Tree:
-        if len(params) != len(fs):
-            raise ValueError(
-                f"params has {len(params)} trees; expected {len(fs)}, one for each function."
-            )
-        for start, stop, run in runs:
-            x = run(params[start:stop], x)
-        return x
-
-    return chain

@@ -1,6 +1,6 @@
 """What a training step takes and returns, and its functions."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -101,21 +101,14 @@ class StepWindow(NamedTuple):
     checked: Tensor
 
 
+Stepped = tuple[TrainState, StepInfo]
+
+
 class StepInit(Protocol):
     """Begins a run."""
 
     def __call__(self, params: trees.Tree, buffers: trees.Tree = None, seed: int = 0) -> TrainState:
         """Make the first state, of copies."""
-        ...
-
-
-class StepOverBatch(Protocol):
-    """Takes a step over a batch."""
-
-    def __call__(
-        self, state: TrainState, batch: trees.Tree, *shared: Any
-    ) -> tuple[TrainState, StepInfo]:
-        """Return the next state, and a record of what happened."""
         ...
 
 
@@ -130,14 +123,6 @@ class StepOverStream(Protocol):
         weights: Any = None,
     ) -> tuple[TrainState, StepInfo]:
         """Return the next state, and a record of what happened."""
-        ...
-
-
-class StepBegin(Protocol):
-    """Begins a window."""
-
-    def __call__(self, state: TrainState) -> StepWindow:
-        """Begin an empty window."""
         ...
 
 
@@ -157,41 +142,17 @@ class StepUpdate(Protocol):
         ...
 
 
-class StepApply(Protocol):
-    """Ends a window."""
-
-    def __call__(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
-        """Return the next state, and a record of what happened."""
-        ...
-
-
-class StepMerge(Protocol):
-    """Merges two windows."""
-
-    def __call__(self, a: StepWindow, b: StepWindow) -> StepWindow:
-        """Merge two windows, of which the first came first."""
-        ...
-
-
-class StepForm(Protocol):
-    """Tells how a batch is compiled."""
-
-    def __call__(self, state: TrainState, batch: trees.Tree, *shared: Any) -> str:
-        """``"eager"``, ``"scan"``, ``"unrolled"`` or ``"loop"``."""
-        ...
-
-
 class Functions(NamedTuple):
     """The functions of a step, which ``Step`` describes."""
 
     init: StepInit
     window: StepOverStream
-    begin: StepBegin
+    begin: Callable[[TrainState], StepWindow]
     update: StepUpdate
-    apply: StepApply
-    whole: StepOverBatch
-    merge: StepMerge
-    form: StepForm = lambda state, batch, *shared: "eager"
+    apply: Callable[[TrainState, StepWindow], Stepped]
+    whole: Callable[..., Stepped]
+    merge: Callable[[StepWindow, StepWindow], StepWindow]
+    form: Callable[..., str] = lambda state, batch, *shared: "eager"
 
 
 class Step(Functions):

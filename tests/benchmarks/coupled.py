@@ -238,7 +238,7 @@ def checkpointed(problem: Problem) -> Grads:
 
 
 def rematerialised(problem: Problem) -> Grads:
-    """``pa.remat_sequential``, differentiated by ``pa.grad_and_value``."""
+    """A chain under ``pa.remat``, differentiated by ``pa.grad_and_value``."""
     chain, criterion = chained(problem), problem.criterion
     params = blocks(problem, dict(problem.params))
 
@@ -270,10 +270,25 @@ def rematerialised_backward(problem: Problem) -> Grads:
 
 
 def chained(problem: Problem) -> Callable[[Any, Tensor], Tensor]:
-    def pure(block: torch.nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
-        return lambda params, x: functional_call(block, params, (x,))
+    nets = list(problem.net)
+    length = math.isqrt(len(nets))
 
-    return pa.remat_sequential([pure(block) for block in problem.net])
+    def segment(start: int) -> Callable[[Any, Tensor], Tensor]:
+        def run(params: Any, x: Tensor) -> Tensor:
+            for net, own in zip(nets[start : start + length], params, strict=True):
+                x = functional_call(net, own, (x,))
+            return x
+
+        return pa.remat(run)
+
+    segments = {start: segment(start) for start in range(0, len(nets), length)}
+
+    def chain(params: Any, x: Tensor) -> Tensor:
+        for start, run in segments.items():
+            x = run(params[start : start + length], x)
+        return x
+
+    return chain
 
 
 def blocks(problem: Problem, params: dict[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -180,10 +180,6 @@ TAKES = {
             pa.dynamic_loss_scale().init(), torch.tensor(True)
         ),
     ),
-    "segments": (
-        "segments",
-        lambda n: pa.remat_sequential([torch.mul] * 4, segments=n)([W] * 4, X),
-    ),
 }
 
 
@@ -236,7 +232,6 @@ COUNTS = {
     "normal": ("shape has", lambda n: pa.normal(KEY, (n,))),
     "growth_interval": ("growth_interval is", lambda n: pa.dynamic_loss_scale(growth_interval=n)),
     "hysteresis": ("hysteresis is", lambda n: pa.dynamic_loss_scale(hysteresis=n)),
-    "segments": ("segments is", lambda n: pa.remat_sequential([torch.mul], segments=n)),
     "warmup": ("steps is", lambda n: pa.linear_warmup(0.1, n)),
     "cosine": ("steps is", lambda n: pa.cosine_decay(0.1, n)),
     "decay": ("steps is", lambda n: pa.step_decay(0.1, n)),
@@ -247,17 +242,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("root", "takes"),
-    [
-        pytest.param(
-            *case,
-            id=name,
-            marks=pytest.mark.given_up("remat_sequential") if name == "segments" else (),
-        )
-        for name, case in COUNTS.items()
-    ],
-)
+@pytest.mark.parametrize(("root", "takes"), COUNTS.values(), ids=COUNTS)
 def test_a_count_that_torch_cannot_hold_is_refused(root, takes):
     for huge in (2**63, 2**64, 10**400, 10**5000):
         with refused(ValueError, root):

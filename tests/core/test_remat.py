@@ -250,13 +250,6 @@ def nested_capture(wrap, w):
     return wrap(outer)(x)
 
 
-def chained(wrap, w):
-    link = lambda p, x: (w @ x).tanh()  # noqa: E731
-    if wrap is pa.remat:
-        return pa.remat_sequential([link] * 2, 2)([(), ()], x)
-    return link((), link((), x))
-
-
 CAPTURED = {
     "of a module": of_a_module,
     "a module called with others": called_with_others,
@@ -265,7 +258,6 @@ CAPTURED = {
     "what is made of a leaf": lambda r: pulled(squared(lambda w: capturing(r, w * 2)(x)), W),
     "beside an input": lambda r: pulled(squared(lambda w, y: capturing(r, w)(y)), W, x),
     "by a nest": lambda r: pulled(squared(lambda w: nested_capture(r, w)), W),
-    "by a chain": lambda r: pulled(squared(lambda w: chained(r, w)), W),
     "in grad": lambda r: grad(lambda w: capturing(r, w)(x).sum())(W),
     "in grad, beside an input": lambda r: grad(lambda w: capturing(r, w)(w[0]).sum())(W),
     "from an outer grad": lambda r: grad(
@@ -302,7 +294,6 @@ NO_LEAVES = {
 GIVEN_UP = dict.fromkeys(NO_LEAVES, "captured") | {
     "a module called with others": "restored modes",
     "a module called with others, in grad": "restored modes",
-    "by a chain": "remat_sequential",
 }
 
 

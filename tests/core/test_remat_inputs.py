@@ -1,7 +1,6 @@
 """What goes into a rematerialised function and comes out, and how much is held in between."""
 
 import gc
-import math
 import weakref
 
 import optree
@@ -13,7 +12,6 @@ from torch.func import functional_call, grad
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
-from tests.dropped import is_dropped
 from tests.problems import leaf, pulled
 from tests.refusals import Old
 
@@ -160,21 +158,6 @@ def in_a_row(fs):
     return chain
 
 
-@pytest.mark.given_up("remat_sequential")
-@pytest.mark.parametrize("transform", ["backward", "pa.grad", "grad"])
-def test_what_is_computed_again_lives_for_one_segment(transform):
-    """Also under torch.func.grad, which holds every graph that its backward pass makes.
-
-    There it is recorded twice, as torch.func records any gradient of a gradient.
-    """
-    n = 16
-    assert held(in_a_row, n, transform) >= n - 1
-    twice = 1 + (transform == "grad")
-    for segments in (None, 2, n):
-        size = n // (segments or 4)
-        assert held(lambda fs, s=segments: pa.remat_sequential(fs, s), n, transform) <= twice * size
-
-
 @pytest.mark.slow
 def test_nothing_is_held_but_inputs():
     inside = []
@@ -192,49 +175,8 @@ def test_nothing_is_held_but_inputs():
     assert inside[1]() is None
 
 
-# Chains --------------------------------------------------------------------------------
-
-
-@pytest.mark.given_up("remat_sequential")
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
-def test_a_chain_is_its_functions_in_a_row(n):
-    fs = [lambda p, x, i=i: torch.tanh(x @ p) + i for i in range(n)]
-    params = [torch.randn(3, 3) for _ in range(n)]
-    run = lambda chain: grad(lambda p, x: (chain(p, x) ** 2).sum(), (0, 1))(params, X)  # noqa: E731
-    expected = run(in_a_row(fs))
-    for segments in (None, *range(1, n + 1)):
-        assert_trees_bitwise_equal(run(pa.remat_sequential(fs, segments)), expected)
-
-
-@pytest.mark.given_up("remat_sequential")
-@pytest.mark.parametrize(("n", "segments"), [(16, None), (10, None), (7, 3), (5, 5), (5, 1)])
-def test_segments_are_even(n, segments):
-    """Seen by the order in which functions run again: segment by segment, from the last."""
-    calls = []
-
-    def f(i):
-        return lambda p, x: (is_dropped() or calls.append(i), x * p)[1]
-
-    params = [torch.ones(3, requires_grad=True) for _ in range(n)]
-    pa.remat_sequential([f(i) for i in range(n)], segments)(params, x).sum().backward()
-    again = calls[n:]
-    starts = [i for i, prev in zip(again, [None, *again], strict=False) if prev != i - 1]
-    sizes = [b - a for a, b in zip(starts[::-1], [*starts[::-1][1:], n], strict=True)]
-    assert len(sizes) == (segments or math.ceil(math.sqrt(n)))
-    assert max(sizes) - min(sizes) <= 1
-    assert sum(sizes) == n
-
-
-@pytest.mark.parametrize(
-    "lean",
-    [
-        pytest.param(pa.remat_sequential, marks=pytest.mark.given_up("remat_sequential")),
-        lambda fs: in_a_row([*map(pa.remat, fs)]),
-    ],
-    ids=["a chain", "each"],
-)
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_step_rematerialises_its_loss(donate, lean):
+def test_a_step_rematerialises_its_loss(donate):
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
     params = [{k: v.detach() for k, v in b.named_parameters()} for b in blocks]
     fs = [lambda p, x, b=b: functional_call(b, p, (x,)) for b in blocks]
@@ -248,7 +190,7 @@ def test_a_step_rematerialises_its_loss(donate, lean):
             state, info = step(state, batch)
         return state.params, info.loss
 
-    assert_trees_bitwise_equal(run(lean(fs)), run(in_a_row(fs)))
+    assert_trees_bitwise_equal(run(in_a_row([*map(pa.remat, fs)])), run(in_a_row(fs)))
 
 
 @pytest.mark.given_up("restored modes")

@@ -104,26 +104,9 @@ def test_a_second_backward_pass_has_to_be_announced():
             lambda: pa.remat(3),
             marks=pytest.mark.promise("errors"),
         ),
-        *(
-            pytest.param(*case, marks=pytest.mark.given_up("remat_sequential"))
-            for case in [
-                (TypeError, ("fs[1] is None",), lambda: pa.remat_sequential([torch.add, None])),
-                (ValueError, ("fs is empty",), lambda: pa.remat_sequential([])),
-                (ValueError, ("segments is 0", "from 1 to 2"), lambda: chain(0)),
-                (ValueError, ("segments is 3", "from 1 to 2"), lambda: chain(3)),
-                (TypeError, ("segments is 1.0, a float",), lambda: chain(1.0)),
-                (TypeError, ("segments is True, a bool",), lambda: chain(True)),
-                (ValueError, ("params has 1 trees", "expected 2"), lambda: chain(None)([x], x)),
-                (ValueError, ("params has 3 trees", "expected 2"), lambda: chain(None)([x] * 3, x)),
-            ]
-        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
 def test_arguments_of_remat_that_make_no_sense_are_refused(error, words, make):
     with refused(error, *words):
         make()
-
-
-def chain(segments):
-    return pa.remat_sequential([torch.add, torch.add], segments)

@@ -331,11 +331,6 @@ def checkpointed(params, batch):
     return checkpoint(dropped, params, batch["x"], use_reentrant=False).square().mean()
 
 
-def chained(params, batch):
-    layers = [lambda p, x: torch.tanh(x * p["0.bias"][:8])] * 4
-    return pa.remat_sequential(layers)([params] * 4, batch["x"]).square().mean()
-
-
 def reported(params, batch):
     step = pa.make_step(mean, pa.adamw(1e-3), microbatch_size=SIZE)
     return pa.memory_report(step, step.init(params), batch) and ()
@@ -370,7 +365,6 @@ FUNCTIONS = {
     "microbatch, torch.func.grad": torch.func.grad(coupled),
     "microbatch, backward": backward,
     "windows": joined,
-    "remat_sequential": pa.grad(chained, microbatch_size=SIZE),
     "memory report": reported,
 }
 for name, function in FUNCTIONS.items():

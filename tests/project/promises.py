@@ -171,7 +171,6 @@ GIVEN_UP = {  # what the next version does no longer: its tests go with it
     "caches": "what is kept for each structure of params and batch",
     "auto engine": "an engine that is chosen by trying",
     "recipes": "graphs that are unrolled",
-    "remat_sequential": "remat of a sequence",
     "lbfgs and sam": "optimizers that call the loss",
     "donation elsewhere": "donation but to a step, an accumulator and an average",
 }
