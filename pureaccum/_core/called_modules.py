@@ -84,10 +84,9 @@ class NewBuffers:
 
 
 _DROPPED = (
-    "the loss drops the new buffers of a module: {} changes in each call of apply, but the step "
-    "never hears of it, so it would keep its first value for ever, and eval() would compute with "
-    "that (running statistics, or vectors of a spectral norm). Give the buffers to the loss, and "
-    "return the new ones:\n\n"
+    "the loss drops the new buffers of a module: {} changes in each call of apply, but would keep "
+    "its first value for ever, and eval() would compute with that (running statistics, or vectors "
+    "of a spectral norm). Give the buffers to the loss, and return the new ones:\n\n"
     "    out, new_buffers = fn.apply(params, buffers, x)  # in loss(params, batch, buffers), which "
     "returns (value, new_buffers)\n"
     '    step = pa.make_step(loss, ..., buffers="pooled")  # state = step.init(fn.params, '

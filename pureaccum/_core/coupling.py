@@ -99,11 +99,6 @@ def may_be_asked() -> bool:
     return not (modes.dispatched() or autograd.in_backward())
 
 
-def times_asked() -> int:
-    """How many calls in this thread have asked their loss; a graph asks none."""
-    return 0 if torch.compiler.is_dynamo_compiling() else checks.here.asked
-
-
 class Inquiry:
     """A question as it is put in one call: to the loss of one of its microbatches."""
 

@@ -68,11 +68,7 @@ class Given(NamedTuple):
 
 
 class WriteError(RuntimeError):
-    """A loss would have written to what is not its own."""
-
-
-class LateWriteError(WriteError):
-    """A loss has written to what is not its own."""
+    """A loss has written, or is about to write, to what is not its own."""
 
 
 # By identity: of a loss, or of the object whose method it is, what is known by function.
@@ -199,7 +195,7 @@ class _Guard:
                 x = next(x for a, b, x in pairs if a != b)
                 name = _names(self.given).get(kernels.memory_of(dtensors.local(x)))
                 name = name or called_modules.name_in(x, _alive(self.known.modules))
-                raise LateWriteError(_sentence("has written to", name))
+                raise WriteError(_sentence("has written to", name))
 
     def begin(self) -> None:
         """Compare versions from here on."""

@@ -47,13 +47,6 @@ class Functional(NamedTuple):
             name.
         buffers: The module's buffers by name, including those that are not persistent.
         frozen: The other parameters, which ``apply`` adds by itself.
-
-    Example:
-        >>> net = torch.nn.Linear(1, 1, bias=False)
-        >>> fn = functional(net)
-        >>> fn.load({"weight": torch.tensor([[3.0]])})
-        >>> net.weight.data, fn.params["weight"].equal(net.weight)
-        (tensor([[3.]]), False)
     """
 
     apply: ModuleApply

@@ -118,9 +118,8 @@ def of_arguments(
 
 def _told_of_samples(func: Callable[..., Any], keep_batch_dim: bool) -> Callable[..., Any]:
     """The same, whose errors say what it was given: a loss of a batch, or BatchNorm, fails."""
-    given = "as a batch of one"
-    if not keep_batch_dim:
-        given = "without its batch dimension; if it expects a batch, pass keep_batch_dim=True"
+    missing = "without its batch dimension; if it expects a batch, pass keep_batch_dim=True"
+    given = "as a batch of one" if keep_batch_dim else missing
 
     def call(*args: Any) -> Any:
         try:

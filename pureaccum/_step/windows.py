@@ -16,7 +16,7 @@ from .._base import checks, states, trees
 from .._base.torch_internals import modes
 from .._core import batches, ledger, reductions, seams, structures, terms, windows, writes
 from .._core.accumulator import updated
-from .._core.coupling import question_of, times_asked
+from .._core.coupling import question_of
 from .._core.sums import Kinds, kinds_of
 from .._core.weights import Microbatch
 from . import microbatch_loss, next_state, plans, ranks
@@ -126,10 +126,11 @@ def updated_window(
         whole=plan.calling.whole,
     )
     about = seams.Window(rule=plan.rule, unit=unit, scale=next_state.scale_of(plan, state))
-    asked = times_asked()
+    traced = torch.compiler.is_dynamo_compiling()  # a graph asks nothing
+    asked = 0 if traced else checks.here.asked
     accum, entry = updated(window.accum, loss, read, part, about, kinds, plan.donate)
     checked = window.checked
-    if times_asked() > asked:
+    if not traced and checks.here.asked > asked:
         checked = torch.ones_like(checked)
     carried = window.buffers, window.rows
     try:
