@@ -574,6 +574,7 @@ def test_a_refusal_hangs_on_the_arguments(name):
             torch.autograd.grad(run(argument), argument, allow_unused=True)
 
 
+@pytest.mark.slow
 def test_states_of_an_accumulator_form_no_chain():
     w = W.clone().requires_grad_()
     acc = pa.accumulator(lambda w, x: mean(w, x, C))

@@ -178,6 +178,7 @@ def test_freeze_serves_a_loss_without_buffers_and_one_that_has_them():
         assert_trees_bitwise_equal(got.buffers, state.buffers)
 
 
+@pytest.mark.slow
 def test_the_two_lines_train_what_plain_torch_trains():
     """A newcomer's net, with the statistics of the whole batch in microbatches of 16."""
     torch.manual_seed(0)
