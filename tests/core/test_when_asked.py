@@ -136,6 +136,34 @@ def test_a_second_loss_of_one_factory_is_asked():
         second(W, rows(12))
 
 
+class Equal:
+    """Losses that compare equal, and their methods too."""
+
+    def __init__(self, loss):
+        self.inner = loss
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 1
+
+    def __call__(self, w, x):
+        return self.inner(w, x)
+
+    def loss(self, w, x):
+        return self.inner(w, x)
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_losses_that_are_equal_are_two(method):
+    one, other = Equal(fits), Equal(coupled)
+    for _ in range(9):
+        pa.grad(one.loss if method else one, microbatch_size=4)(W, rows(12))
+    with pytest.raises(CoupledLossError):
+        pa.grad(other.loss if method else other, microbatch_size=4)(W, rows(12))
+
+
 @pytest.mark.parametrize("period", [10, 12])
 def test_what_comes_once_in_a_period_is_refused(period):
     """Padding in the last batch of an epoch, say: no power of two is a multiple of ten."""
