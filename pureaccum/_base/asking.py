@@ -22,6 +22,7 @@ from .checks import Here, check_choice, here
 
 FIRST_CALLS = 1, 2, 3, 5, 8
 PERIOD = 32
+NUMBERS = 8  # of samples, each of which is a kind of its own
 UNANSWERED = 8  # questions to a loss that gives no answer
 LOSSES = 50  # of one function, each made anew, that are checked without a warning
 
@@ -78,36 +79,39 @@ class checks:
         checks('first')
     """
 
+    entered = True  # until it is made
+
     def __init__(self, mode: Mode) -> None:
         check_choice(mode, get_args(Mode), "mode")
-        self.mode = mode
-        self.around: list[str | None] = []  # of this thread
-        _of_process.append(self)
-        Here.checks = mode
+        self.mode, self.before = mode, [vars(here).get("checks")]
+        here.checks, self.entered = mode, False
 
     def __enter__(self) -> Self:
         """Set it in this thread alone."""
-        if self in _of_process:
-            _of_process.remove(self)
-            Here.checks = _of_process[-1].mode
-        self.around.append(vars(here).get("checks"))
-        here.checks = self.mode
+        if self.entered:
+            self.before.append(vars(here).get("checks"))
+            here.checks = self.mode
+        self.entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
         """Set what was set before."""
-        before = self.around.pop()
-        if before is None:
-            del here.checks
-        else:
+        vars(here).pop("checks")
+        if (before := self.before.pop()) is not None:
             here.checks = before
+
+    def __del__(self) -> None:
+        """Set it in the process, if no thread has entered it."""
+        if not self.entered:
+            self.__exit__()
+            Here.checks = self.mode
 
     def __repr__(self) -> str:
         return f"checks({self.mode!r})"
 
 
-_of_process: list[checks] = []
-checks(os.environ.get("PUREACCUM_CHECKS", "first"))  # pyright: ignore[reportArgumentType]
+Here.checks = os.environ.get("PUREACCUM_CHECKS") or "first"
+check_choice(Here.checks, get_args(Mode), "PUREACCUM_CHECKS")
 
 
 # Losses that are made anew at each call ------------------------------------------------------

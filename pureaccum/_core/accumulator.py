@@ -32,6 +32,12 @@ from .ledger import AccumState
 from .sums import Kinds, Sums, kinds_of
 
 
+class AccumulatorInit(Protocol):
+    """Begins to accumulate."""
+
+    def __call__(self, params: trees.Tree) -> AccumState: ...
+
+
 class AccumulatorUpdate(Protocol):
     """Adds a microbatch."""
 
@@ -42,17 +48,19 @@ class AccumulatorUpdate(Protocol):
         *args: Any,
         donate: bool = False,
         weights: Any = None,
-    ) -> Any:
-        """Add a microbatch: the state, or ``(state, aux)``."""
-        ...
+    ) -> Any: ...
+
+
+class AccumulatorMerge(Protocol):
+    """Adds two states."""
+
+    def __call__(self, a: AccumState, b: AccumState) -> AccumState: ...
 
 
 class AccumulatorFinalize(Protocol):
     """Divides the sums."""
 
-    def __call__(self, state: AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]:
-        """Divide the sums once: the gradients and the value."""
-        ...
+    def __call__(self, state: AccumState, donate: bool = False) -> tuple[trees.Tree, Tensor]: ...
 
 
 class Accumulator(NamedTuple):
@@ -71,9 +79,9 @@ class Accumulator(NamedTuple):
             zero, the gradients are zero and the value is NaN.
     """
 
-    init: Callable[[trees.Tree], AccumState]
+    init: AccumulatorInit
     update: AccumulatorUpdate
-    merge: Callable[[AccumState, AccumState], AccumState]
+    merge: AccumulatorMerge
     finalize: AccumulatorFinalize
 
     __repr__ = reprs.of_made
@@ -233,7 +241,7 @@ def _update(
 
     question = question_of(read, rule, "accumulator") if making.check else None
     given = writes.Given("params", leaves, spec), writes.Given("batch", *read[:2])
-    guarded = windows.GuardedLoss(loss, making.known, given, question)
+    guarded = windows.GuardedLoss(loss, making.known, given, writes.Asks(question))
     part = seams.Portion(
         tree=own,
         rows=read.rows or 0,
@@ -294,9 +302,7 @@ def updated(
     def added(way: engines.Way) -> weights.Microbatch:
         nonlocal sums
         sums = Sums(way.leaves, kinds, [*own])
-        with writes.guarding(
-            loss.known, *loss.given, question=loss.question, keeps_buffers=loss.keeps_buffers
-        ) as guarded:
+        with writes.guarding(loss.known, *loss.given, asks=loss.asks) as guarded:
             add = windows.adder(guarded(loss.call), loss.known, window, sums, way)
             with modes.named_range("microbatch"):
                 return add(part)

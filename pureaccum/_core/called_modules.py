@@ -63,24 +63,35 @@ class DroppedBuffersError(ValueError):
 
 
 class NewBuffers:
-    """The new buffers that calls of ``functional(module).apply`` returned, until one is read."""
+    """The new buffers that calls of ``functional(module).apply`` returned, until one is read.
+
+    The values of other calls of the module may be dropped: of an adversarial pass, say.
+    """
 
     def __init__(self) -> None:
-        self.unread: dict[Any, tuple[Tensor, str]] = {}  # by memory, with their names
+        # By memory: the buffer, and a module and a name; and those of which a value was read.
+        self.unread: dict[Any, tuple[Tensor, Any]] = {}
+        self.read: set[Any] = set()
 
     def note(self, module: torch.nn.Module, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-        """Note the buffers that a call has changed."""
+        """Note the buffers that a call has changed; a counter alone says nothing."""
         for name, x in new.items():
             x, before = functorch.innermost(x), functorch.innermost(old[name])
-            if not torch.equal(x, before):
-                self.unread[kernels.memory_of(x)] = x, f"{name!r} of {type(module).__name__}"
+            if not (name.endswith("num_batches_tracked") or torch.equal(x, before)):
+                self.unread[kernels.memory_of(x)] = x, (name, module)
+
+    def reads(self, memory: Any) -> None:
+        """Note that something reads a memory."""
+        if memory in self.unread:
+            self.read.add(self.unread.pop(memory)[1])
 
     def dropped(self, out: Any) -> list[str]:
         """What an error says of each that reaches nothing of what a loss returned."""
         for x in trees.tree_leaves(out) if self.unread else ():
             if isinstance(x, Tensor):
-                self.unread.pop(kernels.memory_of(dtensors.local(x)), None)
-        return [_DROPPED.format(name) for _, name in self.unread.values()]
+                self.reads(kernels.memory_of(dtensors.local(x)))
+        lost = (its for _, its in self.unread.values() if its not in self.read)
+        return [_DROPPED.format(f"{name!r} of {type(module).__name__}") for name, module in lost]
 
 
 _DROPPED = (

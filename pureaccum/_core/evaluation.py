@@ -143,7 +143,7 @@ def _over_batch(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
     batch = {i: args[i] for i in checks.positions(making.batches, len(args), "batch_argnums")}
     cut = whole_batch.read_cut(batch, making.size, rule.has_aux)
     question = whole_batch.question_about(cut, rule, "value") if making.check else None
-    with writes.guarding(known, _given(args), question=question) as guarded:
+    with writes.guarding(known, _given(args), asks=writes.Asks(question)) as guarded:
         loss, leaves = _of_part(making, args, kwargs, batch)
         one = guarded(loss)
 
@@ -171,7 +171,7 @@ def _over_stream(making: Evaluating, /, *args: Any, **kwargs: Any) -> Any:
             last[:] = [its := batches.read_microbatch(part, "args")]
             given = _given(args), writes.Given("args", its.leaves, its.spec)
             question = coupling.question_of(its, rule, "value") if making.check else None
-            with writes.guarding(known, *given, question=question) as guarded:
+            with writes.guarding(known, *given, asks=writes.Asks(question)) as guarded:
                 loss, leaves = _of_part(making, args, kwargs, batch)
                 out = guarded(loss)(leaves, part, its.rows or 0, ())
             yield out, its.rows or 0, its.rows

@@ -17,10 +17,11 @@ What cannot be followed is refused: its results raise when a backward pass reach
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import optree
 import torch
@@ -260,27 +261,28 @@ def refused(result: trees.Tree, why: str, operands: Sequence[Tensor] = ()) -> tr
     def repeated(*_: Tensor) -> list[Tensor]:
         raise RuntimeError(why)
 
-    return _attached(result, repeated, [_NOWHERE, *operands])
+    result = _attached(result, repeated, [torch.empty(0, requires_grad=True), *operands])
+    for x in trees.tree_leaves(result):
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            _origins_of[x.grad_fn] = operands
+    return result
 
 
-_NOWHERE = torch.empty(0, requires_grad=True, device="cpu")
+# Of the nodes of refused results, what these were computed from.
+_origins_of: "WeakKeyDictionary[Any, Sequence[Tensor]]" = WeakKeyDictionary()
 
 
 def _origins(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Arguments, but for results that are refused themselves: of these, what they hang on.
+    """Return the arguments on which a refusal hangs: of refused results, those of theirs.
 
-    So a derivative with respect to an argument finds the refusal, and no chain of states grows.
+    So a derivative with respect to an argument meets the refusal, and no chain of states grows.
     """
     found: dict[int, Tensor] = {}
     for x in tensors:
-        if isinstance(x, states.Refusing):
-            continue
-        operands: Sequence[Tensor] = ()
-        with suppress(RuntimeError):  # one of them was written to since
-            operands = getattr(x.grad_fn, "saved_tensors", ())
-        ours = any(each is _NOWHERE for each in operands)
-        found |= {id(each): each for each in (operands if ours else [x])}
-    return [x for x in found.values() if x is not _NOWHERE]
+        if not isinstance(x, states.Refusing):
+            known = x.grad_fn is not None and x.grad_fn in _origins_of
+            found |= {id(at): at for at in (_origins_of[x.grad_fn] if known else [x])}
+    return [*found.values()]
 
 
 def _has_derivative(x: Any) -> bool:

@@ -127,7 +127,7 @@ def grad_and_value(
             parts = whole_batch.read_cut(batch, size, has_aux)
         given = Given("args", leaves, spec), Given("args", parts.batch.leaves, parts.batch.spec)
         question = whole_batch.question_about(parts, rule, "grad") if check else None
-        loss = windows.GuardedLoss(loss_of, known, given, question)
+        loss = windows.GuardedLoss(loss_of, known, given, writes.Asks(question))
         window = Window(rule=rule, divides=1.0 if parts.untouched else float(sum(parts.sizes)))
         kinds = kinds_of(leaves, [trees.accumulation_dtype(x.dtype, at_least) for x in leaves])
         flow = ledger.Flow(aux_reduction="last" if size is None else aux_reduction)

@@ -142,7 +142,7 @@ def accumulate(
 
     def count() -> list[weights.Microbatch]:
         own = rule._replace(nonfinite="propagate", squares=False, scaled=False)
-        unasked = loss._replace(question=None)
+        unasked = loss._replace(asks=writes.Asks())
         return _summed(unasked, cut, window, None, flow, "counted", order.check_rule(own))[1]
 
     return denominators.summed(sums, count, loss, flow.of_all_ranks, skips=rule.nonfinite == "skip")
@@ -177,9 +177,7 @@ def _summed(
 
         about = window._replace(rule=rule, name=name)
         with (
-            writes.guarding(
-                loss.known, *loss.given, question=loss.question, keeps_buffers=loss.keeps_buffers
-            ) as guarded,
+            writes.guarding(loss.known, *loss.given, asks=loss.asks) as guarded,
             batches.cutting(len(cut.sizes), sized=cut.size is not None),
         ):
             call = guarded(loss.call)

@@ -34,8 +34,7 @@ class GuardedLoss(NamedTuple):
     call: coupling.LossOfPart
     known: writes.Known
     given: tuple[writes.Given, ...]  # first the leaves that it is differentiated by
-    question: coupling.Question | None = None  # what it is asked
-    keeps_buffers: bool = False  # whether new buffers of modules have to reach what it returns
+    asks: writes.Asks = writes.Asks()
 
 
 def add_place(error: Exception, loss: str, rows: int, given: Sequence[writes.Given]) -> None:

@@ -6,12 +6,10 @@
     each run that is not observed       the versions of what is given and captured are compared
 
 A kind is what a loss may decide by: the modes of the modules that it calls, and the structure,
-dtypes and flags of the batch. Versions show a write only afterwards, and none by ``.data`` or to an
-inference tensor; but to look at each operation costs the time of some microbatches.
+dtypes and flags of the batch. Versions show a write only afterwards, and none by ``.data``.
 
 Where torch's own collectives or DTensors begin the observed run ends: other ranks would have to
-take part in it. From there on versions alone are compared. Where a dispatch mode is active nobody
-observes, since it would see the loss twice; the next run without one is the first.
+take part in it. Under a dispatch mode nobody observes: it would see the loss twice.
 """
 
 import threading
@@ -50,13 +48,19 @@ class Known:
         # Whether it captures what requires grad, once a call has gone through: see history.py.
         self.captures: bool | None = None
         self.answers: dict[Any, asking.Answer] = {}  # by the kinds of questions: see asking.py
+        self.numbers: set[Any] = set()  # of samples, which have kinds of their own
         self.terms: int | None = None  # of a sum of ``Weighted``, once known: see denominators.py
         self.by_func = False  # whether it calls what plain autograd takes for a constant
         self.draws = self.reaches = False  # whether it was seen to draw, or to reach other ranks
         self.unseen = False  # whether it was found that its use of leaves cannot be followed
-        # Whether under a transform (False), and outside of any (True), autograd's graph has not
-        # told what it captures: see recomputation.py.
+        # Under a transform, and outside of any: did autograd's graph not tell what it captures?
         self.watched: set[bool] = set()
+
+    def counted(self, kind: Any) -> Any:
+        """The kind of a question; after eight numbers of samples all others are one."""
+        if len(self.numbers) < asking.NUMBERS:
+            self.numbers.add(kind[-2:])
+        return kind if kind[-2:] in self.numbers else kind[:-2]
 
 
 class Given(NamedTuple):
@@ -102,22 +106,27 @@ def unguarded() -> Generator[None]:
         _here.off = before
 
 
+class Asks(NamedTuple):
+    """What a loss is asked, and whether new buffers of modules must reach what it returns."""
+
+    question: coupling.Question | None = None
+    keeps_buffers: bool = False
+
+
 def guarding(
     known: Known | None,
     *given: Given,
-    question: coupling.Question | None = None,
-    keeps_buffers: bool = False,
+    asks: Asks = Asks(),  # noqa: B008
 ) -> AbstractContextManager[Callable[..., Any]]:
     """Guard what is given to a loss, and what it captures, while it is called.
 
-    It is given first what it is differentiated with respect to, if there is more. One that is
-    asked a ``question`` is called as a ``LossOfPart``. None is known of a loss of ours. New buffers
-    of modules must reach what it returns where it ``keeps_buffers``. The context yields a function
-    that makes a guarded loss of a loss: see ``guarded``.
+    What it is differentiated by is given first, unless that is all. A loss that is asked a question
+    is called as a ``LossOfPart``. The context yields ``guarded``, which makes a guarded loss of a
+    loss. Our own losses, of which nothing is known, are not guarded.
     """
     if known is None or torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
         return nullcontext(_itself)
-    return _Guard(known, given, question, keeps_buffers)
+    return _Guard(known, given, asks)
 
 
 def knows(known: Known, *given: Given, asked: Any = None, keeps_buffers: bool = False) -> bool:
@@ -130,7 +139,7 @@ def knows(known: Known, *given: Given, asked: Any = None, keeps_buffers: bool = 
         return kind in known.kinds
     if checks.here.checks == "off":
         return True
-    answer = known.answers.get((kind, asked))
+    answer = known.answers.get((kind, known.counted(asked)))
     if answer is None or answer.calls + 1 >= answer.due or checks.here.checks == "always":
         return False
     answer.calls += 1
@@ -143,7 +152,6 @@ def remember(known: Known, *given: Given) -> None:
 
 
 def _alive(references: list[ReferenceType[Any]]) -> list[Any]:
-    """What is still there of what is referred to."""
     return [x for at in references if (x := at()) is not None]
 
 
@@ -159,15 +167,9 @@ class _Guard:
         "watched",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        known: Known,
-        given: tuple[Given, ...],
-        question: coupling.Question | None,
-        keeps_buffers: bool,
-    ) -> None:
-        self.known, self.given, self.question, self.keeps = known, given, question, keeps_buffers
-        self.asks, self.inquiry = question is not None, None
+    def __init__(self, known: Known, given: tuple[Given, ...], asks: Asks) -> None:
+        self.known, self.given, (self.question, self.keeps) = known, given, asks
+        self.asks, self.inquiry = self.question is not None, None
         self.decides = given[1:] or given  # all but the leaves to differentiate with respect to
         self.tensors: list[Tensor] | None = None
         self.watched = False
@@ -180,7 +182,7 @@ class _Guard:
             self.watched, self.asks = True, self.asks and not off
             self.begin()
             if question is not None and self.asks:
-                answer = known.answers.get((kind, question.kind))
+                answer = known.answers.get((kind, known.counted(question.kind)))
                 always = checks.here.checks == "always"
                 if answer is not None and answer.calls + 1 < answer.due and not always:
                     answer.calls, self.asks = answer.calls + 1, False
@@ -215,8 +217,7 @@ class _Guard:
             raises = self.keeps and dropped
             if goes_well and not raises:
                 self.note()
-            elif first and not goes_well:  # what failed where it was observed …
-                self.asks = False  # … is not called for its parts
+            self.asks = self.asks and (goes_well or not first)  # what failed is not called in parts
             if self.tensors is None:
                 self.begin()
             out = self.asked(loss, args) if self.asks else loss(*args)
@@ -233,7 +234,7 @@ class _Guard:
         known, question = self.known, self.question
         assert question is not None
         if self.inquiry is None:  # only now are the modes of its modules known
-            key = _kind(known, self.decides, self.keeps), question.kind
+            key = _kind(known, self.decides, self.keeps), known.counted(question.kind)
             if not known.answers:
                 asking.count_loss(known.loss())
             answer = known.answers.setdefault(key, asking.Answer())
@@ -296,7 +297,8 @@ def _goes_well(
             out, end = observation.observed(run, devices, observer.before, observer.see)
     finally:
         checks.here.applied = around
-    dropped += observer.buffers.dropped(out)
+    if end in ("whole", "reaching"):
+        dropped += observer.buffers.dropped(out)
     if observer.refused:  # even if the loss has caught it
         raise observer.refused[0]
     if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
@@ -343,7 +345,7 @@ class _Observer:
         for x in trees.tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 memory = kernels.memory_of(dtensors.local(x))
-                self.buffers.unread.pop(memory, None)
+                self.buffers.reads(memory)
                 if memory not in ours:
                     self.alive.setdefault(memory, x)
 

@@ -30,7 +30,10 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> updates.Optimizer:
     if isinstance(optimizer, updates.Optimizer):
         return optimizer
     _refuse(optimizer, what)
-    cause = "apply(grads, state, params) must return (params, state) like those that it gets."
+    cause = (
+        "apply(grads, state, params) must return (params, state) like those that it gets. "
+        "Gradients may be wider: x.to(p.dtype)."
+    )
     name = f"apply of {reprs.kind(optimizer)}"
     plain = _pure(optimizer.apply, name, ("grads", "state", "params"))
 

@@ -87,6 +87,8 @@ class Functional(NamedTuple):
                 own = shell.own_tensor(places, name)
                 targets.append(loading.Target(f"{root}[{name!r}]", x, own, views[name]))
         loading.copy_into(targets)
+        # Other tensors than were handed out, which ``apply`` takes in place of the module's own.
+        self.frozen.update({name: x.detach() for name, x in self.frozen.items() if name in params})
 
     def __repr__(self) -> str:
         """The class of the module, and how much belongs to it: numbers of all its parameters."""

@@ -58,7 +58,11 @@ def copy_into(targets: list[Target]) -> None:
         if not torch.can_cast(new.dtype, own.dtype):
             raise TypeError(f"{name} is {new.dtype}; expected {own.dtype}, as in the module.")
     with torch.no_grad():
+        owned = {kernels.memory_of(dtensors.local(x.own)) for x in targets}
         placed = [_placed_like(x.new.detach(), x.own) for x in targets]
+        # What lies in the module is about to be written over.
+        at = [kernels.memory_of(dtensors.local(x)) for x in placed]
+        placed = [x.clone() if i in owned else x for x, i in zip(placed, at, strict=True)]
         for each in targets:
             view = dtensors.local(each.view)
             if kernels.memory_of(view) == kernels.memory_of(dtensors.local(each.own)):
@@ -94,7 +98,7 @@ def note_sums(views: Iterable[Tensor]) -> None:
     """Remember the sum of each tensor that was handed out."""
     if not torch.compiler.is_dynamo_compiling() and modes.at_top_level():
         for view in views:
-            if not (view.is_meta or dtensors.is_sharded(view)):
+            if type(view) is Tensor and not view.is_meta:
                 _sums[view] = _sum(view)
 
 

@@ -111,27 +111,14 @@ def of_arguments(
             return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
         except Exception as error:
             losses.advise_on_arguments(error, (), {})
-            raise
-
-    return args[at[0]] if alone else tuple(args[i] for i in at), call
-
-
-def _told_of_samples(func: Callable[..., Any], keep_batch_dim: bool) -> Callable[..., Any]:
-    """The same, whose errors say what it was given: a loss of a batch, or BatchNorm, fails."""
-    missing = "without its batch dimension; if it expects a batch, pass keep_batch_dim=True"
-    given = "as a batch of one" if keep_batch_dim else missing
-
-    def call(*args: Any) -> Any:
-        try:
-            return func(*args)
-        except Exception as error:
             error.add_note(
-                f"pureaccum: raised by the loss of one sample, which was given {given}. A "
-                "BatchNorm in training mode has no gradient of one sample: use net.eval()."
+                "pureaccum: raised by the loss of one sample, without its batch dimension; if it "
+                "expects a batch, pass keep_batch_dim=True. A BatchNorm in training mode has no "
+                "gradient of one sample: use net.eval()."
             )
             raise
 
-    return call
+    return args[at[0]] if alone else tuple(args[i] for i in at), call
 
 
 def sampled(
@@ -147,7 +134,6 @@ def sampled(
 
     What is ``known`` is of the user's function: ``func`` is another one at each call.
     """
-    func = _told_of_samples(func, how.mapped.keep_batch_dim)
     leaves, spec = checks.read_params(params)
     dtensors.refuse_sharded(
         leaves, "params", "Use per_sample_grad with reduce=..., which takes them."

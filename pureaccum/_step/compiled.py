@@ -255,8 +255,9 @@ class CompiledStep:
         """
         calling, answered = plan.calling, kind in self.asked
         unread = calling.known.terms is None
-        asked, keeps = self.asked.get(kind), {"keeps_buffers": calling.keeps_buffers}
-        if answered and not unread and writes.knows(calling.known, *given, asked=asked, **keeps):
+        asked, keeps = self.asked.get(kind), calling.keeps_buffers
+        known = answered and writes.knows(calling.known, *given, asked=asked, keeps_buffers=keeps)
+        if known and not unread:
             return
         (leaves, spec), parts, cut = trees.flatten(state.params), [batch], calling.check
         at_hand = given[-1].root == "batch"
@@ -274,8 +275,8 @@ class CompiledStep:
         self.asked[kind] = asked
         with ranks.telling_ranks(plan, state) if at_hand else nullcontext():
             for own in parts:
-                question = coupling.Question(own, 1, asked) if asked else None
-                with writes.guarding(calling.known, *told, question=question, **keeps) as guarded:
+                asks = writes.Asks(coupling.Question(own, 1, asked) if asked else None, keeps)
+                with writes.guarding(calling.known, *told, asks=asks) as guarded:
                     if (watched := guarded(call)) is not call or unread:
                         with random_state.put_back(state.samples.device), torch.enable_grad():
                             part = trees.unflatten(own.spec, own.leaves)

@@ -1,6 +1,6 @@
 """What a training step takes and returns, and its functions."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -101,15 +101,20 @@ class StepWindow(NamedTuple):
     checked: Tensor
 
 
-Stepped = tuple[TrainState, StepInfo]
-
-
 class StepInit(Protocol):
     """Begins a run."""
 
-    def __call__(self, params: trees.Tree, buffers: trees.Tree = None, seed: int = 0) -> TrainState:
-        """Make the first state, of copies."""
-        ...
+    def __call__(
+        self, params: trees.Tree, buffers: trees.Tree = None, seed: int = 0
+    ) -> TrainState: ...
+
+
+class StepOverBatch(Protocol):
+    """Takes a step over a batch."""
+
+    def __call__(
+        self, state: TrainState, batch: trees.Tree, *shared: Any
+    ) -> tuple[TrainState, StepInfo]: ...
 
 
 class StepOverStream(Protocol):
@@ -121,9 +126,13 @@ class StepOverStream(Protocol):
         microbatches: Iterable[trees.Tree],
         *shared: Any,
         weights: Any = None,
-    ) -> tuple[TrainState, StepInfo]:
-        """Return the next state, and a record of what happened."""
-        ...
+    ) -> tuple[TrainState, StepInfo]: ...
+
+
+class StepBegin(Protocol):
+    """Begins a window."""
+
+    def __call__(self, state: TrainState) -> StepWindow: ...
 
 
 class StepUpdate(Protocol):
@@ -137,8 +146,26 @@ class StepUpdate(Protocol):
         *shared: Any,
         offset: int | None = None,
         weights: Any = None,
-    ) -> Any:
-        """Add a microbatch: the window, or ``(window, aux)``."""
+    ) -> Any: ...
+
+
+class StepApply(Protocol):
+    """Ends a window."""
+
+    def __call__(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]: ...
+
+
+class StepMerge(Protocol):
+    """Merges two windows."""
+
+    def __call__(self, a: StepWindow, b: StepWindow) -> StepWindow: ...
+
+
+class StepForm(Protocol):
+    """Tells how a batch is compiled."""
+
+    def __call__(self, state: TrainState, batch: trees.Tree, *shared: Any) -> str:
+        """``"eager"``, ``"scan"``, ``"unrolled"`` or ``"loop"``."""
         ...
 
 
@@ -147,12 +174,12 @@ class Functions(NamedTuple):
 
     init: StepInit
     window: StepOverStream
-    begin: Callable[[TrainState], StepWindow]
+    begin: StepBegin
     update: StepUpdate
-    apply: Callable[[TrainState, StepWindow], Stepped]
-    whole: Callable[..., Stepped]
-    merge: Callable[[StepWindow, StepWindow], StepWindow]
-    form: Callable[..., str] = lambda state, batch, *shared: "eager"
+    apply: StepApply
+    whole: StepOverBatch
+    merge: StepMerge
+    form: StepForm = lambda state, batch, *shared: "eager"
 
 
 class Step(Functions):

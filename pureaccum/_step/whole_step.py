@@ -99,7 +99,8 @@ def _summed(
         flow = ledger.Flow(carried=((), sum(cut.sizes)), aux_reduction=plan.calling.aux_reduction)
     else:
         flow = _flow(plan, (begin_buffers(buffers, state.buffers), 0))
-    summing, asked = _accumulated if some else _of_no_rows, checks.here.asked
+    traced = torch.compiler.is_dynamo_compiling()  # a graph asks nothing
+    summing, asked = _accumulated if some else _of_no_rows, 0 if traced else checks.here.asked
     sums = summing(plan, state, prepared, first, flow)
     return next_state.Summed(
         accum=sums.state,
@@ -108,7 +109,7 @@ def _summed(
         unit=sums.unit,
         # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
         rows=float(rows or 1) if cut.untouched and not sums.weighted else 1.0,
-        checked=checks.here.asked > asked,
+        checked=not traced and checks.here.asked > asked,
     )
 
 
@@ -252,8 +253,7 @@ def _accumulated(
         microbatch_loss.caller(plan, state, spec, first, cut.batch.rows),
         plan.calling.known,
         (writes.Given("state.params", leaves, spec), *microbatch_loss.what_is_shared(plan), rows),
-        question,
-        plan.calling.keeps_buffers,
+        writes.Asks(question, plan.calling.keeps_buffers),
     )
     if plan.group is not None:
         flow = flow._replace(of_all_ranks=partial(ranks.weights_of_all, plan))

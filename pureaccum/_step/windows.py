@@ -114,8 +114,10 @@ def updated_window(
         microbatch_loss.caller(plan, state, spec),
         plan.calling.known,
         (writes.Given("state.params", leaves, spec), *microbatch_loss.what_is_shared(plan), given),
-        question_of(read, plan.rule, "update") if plan.calling.check else None,
-        plan.calling.keeps_buffers,
+        writes.Asks(
+            question_of(read, plan.rule, "update") if plan.calling.check else None,
+            plan.calling.keeps_buffers,
+        ),
     )
     before = window.buffers, first_row(plan, window, offset)
     part = seams.Portion(

@@ -90,7 +90,7 @@ def load(path: Path, like: trees.Tree = None) -> trees.Tree:
         path: The path of the file, or of the folder that several ranks saved.
         like: A tree like the saved one, such as ``step.init(params)``. It gives structure, devices
             and the placements of DTensors, whose ranks load together. Its numbers are not used, and
-            it is not changed. Lists may have any length, such as that of an older history. None
+            it is not changed. Lists of things alike may have any length, as a history has. None
             gives a dict with all leaves by their names, on the CPU.
 
     Raises:
@@ -129,7 +129,9 @@ def load(path: Path, like: trees.Tree = None) -> trees.Tree:
         _check_complete(name, every, leaves)
         found = _loaded(files, dict(zip(leaves, values, strict=True)))
         if spec is None:
-            return {_short(at): x for at, x in zip(leaves, found, strict=True)}
+            short = [*map(_short, leaves)]
+            names = short if len({*short}) == len(short) else leaves
+            return dict(zip(names, found, strict=True))
         return trees.unflatten(spec, found)
 
 
@@ -157,8 +159,9 @@ def _resized(like: Any, name: str, held: Mapping[str, Any]) -> Any:
     if type(like) is list:
         rest = (path.removeprefix(f"{name}[") for path in held if path.startswith(f"{name}["))
         count = len({at.partition("]")[0] for at in rest})
-        if not like and f"{name}[0]" in held:
-            return [_placeholder(held[f"{name}[{i}]"]) for i in range(count)]
+        items = [held.get(f"{name}[{i}]") for i in range(count)]
+        if not like and None not in items:
+            return [*map(_placeholder, items)]
         kinds = {trees.flatten(x)[1] for x in like}
         if len(kinds) == 1 and kinds.pop().num_leaves:
             like = (like + like[-1:] * count)[:count]

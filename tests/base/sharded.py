@@ -29,6 +29,7 @@ import pureaccum as pa
 from pureaccum._base.states import mark
 from pureaccum._base.trees import tree_leaves, tree_map
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.exactly import but_checked
 
 
 Tensors = dict[str, Tensor]
@@ -150,7 +151,8 @@ def same_on_all_ranks(tree):
 
 def assert_near(got, want):
     """In float64, leaf by leaf: the norm of the error is 2**-26 of that of the leaf."""
-    for x, y in zip(tree_leaves(gathered(got)), tree_leaves(want), strict=True):
+    got, want = but_checked(gathered(got)), but_checked(want)
+    for x, y in zip(tree_leaves(got), tree_leaves(want), strict=True):
         error = (x.double() - y.double()).norm()
         assert error <= 2.0**-26 * y.double().norm(), (error, y)
 

@@ -191,6 +191,18 @@ def test_each_number_of_samples_and_each_caller_is_a_kind_of_its_own():
     assert loss.during(lambda: grad(W, rows(12))) == Counter({4: 3})
 
 
+def test_many_numbers_of_samples_are_eight_kinds_and_one_more():
+    """A stream of packed sequences is not asked about each of its lengths."""
+    loss = Noting()
+    acc = pa.accumulator(loss)
+    state = acc.init(W)
+    asked = 0
+    for n in [*range(8, 200)]:
+        calls = loss.during(lambda: acc.update(state, W, rows(n)))  # noqa: B023
+        asked += sum(calls.values()) > 1
+    assert 8 <= asked < 30
+
+
 def test_info_tells_that_a_step_has_asked():
     for size in (4, None):
         step = pa.make_step(lambda w, x: fits(w, x), pa.sgd(0.1), microbatch_size=size)
@@ -255,7 +267,7 @@ def test_a_setting_is_its_threads_and_a_plain_call_the_processs():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("given", "comes"), [("off", "off"), ("none", "mode is 'none'; expected")])
+@pytest.mark.parametrize(("given", "comes"), [("off", "off"), ("none", "CHECKS is 'none'")])
 def test_the_environment_sets_the_beginning(given, comes):
     said = "import pureaccum._base.checks as checks; print(checks.here.checks)"
     of = os.environ | {"PUREACCUM_CHECKS": given}

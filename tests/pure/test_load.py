@@ -158,6 +158,31 @@ def test_what_does_not_fit_raises_and_nothing_is_copied(name):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_a_state_that_is_made_of_the_modules_own_tensors_is_loaded():
+    """Its layers in another order: what is written first may be what is read next."""
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    fn = pa.functional(net)
+    turned = {
+        f"{i}.{kind}": fn.params[f"{(i + 1) % 3}.{kind}"]
+        for i in range(3)
+        for kind in ("weight", "bias")
+    }
+    want = {name: x.clone() for name, x in turned.items()}
+    for state in (turned, {name: x.t() for name, x in turned.items()}):
+        wanted = {name: x.clone() for name, x in state.items()}
+        fn.load(state)
+        assert_trees_bitwise_equal({n: x.detach() for n, x in net.named_parameters()}, wanted)
+
+
+def test_what_apply_adds_by_itself_stays_what_it_was():
+    net = Tied()
+    fn, params, buffers = trained(net)
+    net.eval()
+    before, _ = fn.apply(fn.params, fn.buffers, X)
+    fn.load(params | {"frozen.weight": torch.eye(4)}, buffers)
+    assert torch.equal(fn.apply(fn.params, fn.buffers, X)[0], before)
+
+
 def test_a_module_that_was_replaced_since_is_named():
     net = nn.Sequential(nn.Linear(4, 2))
     fn, params, _ = trained(net)

@@ -136,6 +136,17 @@ def partly_in_eval():
     return nn.Sequential(nn.Linear(8, 2), nn.BatchNorm1d(2).eval())
 
 
+def beside_an_adversary(fn):
+    """What a pass for the sake of a penalty does to the statistics is dropped on purpose."""
+
+    def loss(params, batch):
+        out, new = fn.apply(params, fn.buffers, batch[0])
+        other, _ = fn.apply(params, fn.buffers, batch[0] + 1)
+        return cross_entropy(out, batch[1]) + (out - other).square().mean(), new
+
+    return loss
+
+
 SAID = {"has_aux": True, "aux_reduction": "last"}
 SILENT = {
     "in eval mode": (lambda: batch_norm().eval(), plainly, {}),
@@ -144,6 +155,7 @@ SILENT = {
     "returned as aux": (batch_norm, returned, SAID),
     "logged": (batch_norm, logged, SAID),
     "in turn": (batch_norm, in_turn, SAID),
+    "beside an adversary": (batch_norm, beside_an_adversary, SAID),
     "a layer in eval mode": (partly_in_eval, plainly, {}),
     "dropout": (lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 2)), plainly, {}),
 }  # fmt: skip
