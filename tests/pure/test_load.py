@@ -162,12 +162,8 @@ def test_a_state_that_is_made_of_the_modules_own_tensors_is_loaded():
     """Its layers in another order: what is written first may be what is read next."""
     net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
     fn = pa.functional(net)
-    turned = {
-        f"{i}.{kind}": fn.params[f"{(i + 1) % 3}.{kind}"]
-        for i in range(3)
-        for kind in ("weight", "bias")
-    }
-    want = {name: x.clone() for name, x in turned.items()}
+    names = [*fn.params]  # a weight and a bias of each layer
+    turned = dict(zip(names, map(fn.params.get, names[2:] + names[:2]), strict=True))
     for state in (turned, {name: x.t() for name, x in turned.items()}):
         wanted = {name: x.clone() for name, x in state.items()}
         fn.load(state)
