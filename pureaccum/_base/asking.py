@@ -12,7 +12,7 @@ import os
 import warnings
 from functools import partial
 from random import Random
-from types import CodeType
+from types import FunctionType
 from typing import Any, Literal, Self, get_args
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,7 +23,7 @@ from .checks import Here, check_choice, here
 FIRST_CALLS = 1, 2, 3, 5, 8
 PERIOD = 32
 NUMBERS = 8  # of samples, each of which is a kind of its own
-UNANSWERED = 8  # questions to a loss that gives no answer
+UNANSWERED = 8  # questions without an answer, after which the schedule goes on
 LOSSES = 50  # of one function, each made anew, that are checked without a warning
 
 Mode = Literal["off", "first", "always"]
@@ -124,9 +124,9 @@ def count_loss(loss: Any) -> None:
     """Warn, once for each function, where a program makes its loss anew again and again."""
     while isinstance(loss, partial):
         loss = loss.func
-    code = getattr(loss, "__code__", None)
-    if not isinstance(code, CodeType) or str(loss.__module__).startswith("pureaccum."):
+    if not isinstance(loss, FunctionType) or str(loss.__module__).startswith("pureaccum."):
         return
+    code = loss.__code__
     count: int = (_checked.get(code) or 0) + 1
     _checked[code] = count
     if count == LOSSES:

@@ -319,7 +319,7 @@ class Here(threading.local):
         first: Of a product of curvature that is to be compared, its arguments: see passes.py.
         compares: Whether such products are compared.
         observed: What undoes a run that is observed: see observation.py.
-        applied: What is told the buffers of modules before and after a call: see writes.py.
+        note_buffers: Is called with the buffers of a module before and after: see writes.py.
         checks: When losses are checked; that of the class is the process's: see asking.py.
         asked: How many calls have checked their loss: see StepInfo.
         seeks: What looks for the tensors that a function captures: see recomputation.py.
@@ -330,7 +330,7 @@ class Here(threading.local):
     first: Any = None
     compares: bool = True
     observed: Any = None
-    applied: Any = None
+    note_buffers: Any = None
     checks: str = "first"
     asked: int = 0
     seeks: Any = None

@@ -13,10 +13,10 @@ Where the whole batch is at hand, a part of the microbatch is also compared with
 end of the batch, because samples that weigh alike may lie side by side.
 
 Of a loss that draws random numbers the whole is computed once more, too: nothing is drawn in these
-runs. It is asked of another microbatch each time, since one ignored target need not be in the
-first, at the calls that asking.py names; and at every call once it was refused. What cannot be
-computed is no proof, nor is NaN in a part of fewer than four samples: then it is asked at the next
-call, eight times at most.
+runs. Each check takes another microbatch, since one ignored target need not be in the first; which
+calls check says asking.py. A loss that was refused is checked at every call. What cannot be
+computed is no proof, nor is NaN in a part of fewer than four samples: then the next call checks,
+eight times at most.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -132,7 +132,7 @@ def guarding(
 def knows(known: Known, *given: Given, asked: Any = None, keeps_buffers: bool = False) -> bool:
     """Whether batches of this kind were watched before, and the loss need not be asked.
 
-    It is asked a question of the kind ``asked``, if any. A call in which it need not is counted.
+    It is asked a question of the kind ``asked``, if any. Where it need not be, the call counts.
     """
     kind = _kind(known, given, keeps_buffers)
     if asked is None or kind not in known.kinds:
@@ -291,12 +291,12 @@ def _goes_well(
     """Whether a run is observed without an error; what it gives is dropped."""
     devices = {x.device for each in given for x in each.leaves if isinstance(x, Tensor)}
     observer = _Observer(known, _names(given))
-    around, checks.here.applied = checks.here.applied, observer.buffers.note
+    around, checks.here.note_buffers = checks.here.note_buffers, observer.buffers.note
     try:
         with called_modules.noting_calls(observer.note):
             out, end = observation.observed(run, devices, observer.before, observer.see)
     finally:
-        checks.here.applied = around
+        checks.here.note_buffers = around
     if end in ("whole", "reaching"):
         dropped += observer.buffers.dropped(out)
     if observer.refused:  # even if the loss has caught it

@@ -83,7 +83,7 @@ def has(thing: Any, *methods: str) -> bool:
 
 
 def named(thing: Any) -> str:
-    """Return what errors call something that should have been an optimizer, or a map."""
+    """Return the words of an error for a thing that is no optimizer, or no gradient map."""
     return f"the class {thing.__name__}" if isinstance(thing, type) else reprs.kind(thing)
 
 
@@ -149,8 +149,8 @@ def _pure(call: Callable[..., Any], name: str, roots: Sequence[str]) -> Callable
             ]
             raise RuntimeError(
                 f"{name} has written to {named[changed]} in place; expected new tensors, because a "
-                "step that is not applied keeps the old ones, and so may the caller. Write p - "
-                "rate * g, not p.sub_(rate * g). What it was given holds changed numbers now."
+                "step that is not applied keeps the old ones, and so may the caller. Write x - y, "
+                "not x.sub_(y). What it was given holds changed numbers now."
             )
         return result
 

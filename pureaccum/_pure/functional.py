@@ -255,7 +255,7 @@ def _apply(
     if not buffers:
         return out, buffers
     new = {name: held[name] for name in buffers}
-    if not compiling and (note := checks.here.applied) is not None:
+    if not compiling and (note := checks.here.note_buffers) is not None:
         note(places.modules[0], buffers, new)
     return out, new
 

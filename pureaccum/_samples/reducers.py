@@ -75,7 +75,7 @@ class MomentSums(NamedTuple):
     samples: Tensor
 
     def around(self, first: trees.Tree, weight: Tensor) -> "MomentSums":
-        """The same around the mean of more samples, of which parts may then be added up."""
+        """Return the sums around the mean of more samples; such sums of parts may be added."""
 
         def moved(own: Tensor, whole: Tensor, centred: Tensor) -> Tensor:
             away = _power(_mean(own, self.weight) - _mean(whole, weight))

@@ -177,7 +177,7 @@ def _is_list(x: Any) -> bool:
 
 
 def _short(name: str) -> str:
-    """The name of a leaf, as a user would write it after the tree: of a flat dict its key."""
+    """Return what follows the tree in the path of a leaf; the bare key in a flat dict."""
     rest = name.removeprefix(ROOT).removeprefix(".")
     key = _KEY.fullmatch(rest)
     return key[1] if key else rest or ROOT
