@@ -192,9 +192,12 @@ def _add_to_moments(state: Any, chunk: chunks.Chunk) -> MomentSums:
         x = outer_products.written_out(x) if isinstance(x, outer_products.Outer) else x
         factor = factor.double()
         one = _plus_rows(torch.zeros_like(like), x, factor)
-        own = trees.as_scalar_of(one, quotient(factor, each))
-        off = x.to(one.dtype) * _broadcast(own, x) - _mean(one, whole)
-        twos.append(_plus_rows(torch.zeros_like(_power(one)), _power(off), each))
+        x = x.to(one.dtype)
+        if isinstance(chunk.factor, Tensor) or isinstance(chunk.weight, Tensor):
+            x = x * _broadcast(trees.as_scalar_of(one, quotient(factor, each)), x)
+        off = x - _mean(one, whole)
+        off = off.square_() if modes.may_write() and not off.is_complex() else _power(off)
+        twos.append(_plus_rows(torch.zeros_like(off[0]), off, each))
         ones.append(one)
     first, centred = (trees.unflatten(chunk.spec, column) for column in (ones, twos))
     return _pooled(state, MomentSums(first, centred, whole, (each != 0).double().sum()))
