@@ -186,21 +186,26 @@ def _add_to_moments(state: Any, chunk: chunks.Chunk) -> MomentSums:
     _check_kind(state, moments=True)
     _check_fits(state.first, chunk)
     each, ones, twos = weights(chunk), list[Tensor](), list[Tensor]()
-    whole = each.sum()
-    likes = trees.tree_leaves(state.first)
-    for like, x, factor in zip(likes, _leaf_by_leaf(chunk), _factors(chunk), strict=True):
+    more, some = each.sum(), state.weight != 0
+    shares = [trees.scalars_of(quotient(1.0, w)) for w in (state.weight, more, state.weight + more)]
+    before, here, after = shares
+    sums = trees.tree_leaves(state.first), trees.tree_leaves(state.centred)
+    for total, centred, x, factor in zip(*sums, _leaf_by_leaf(chunk), _factors(chunk), strict=True):
         x = outer_products.written_out(x) if isinstance(x, outer_products.Outer) else x
         factor = factor.double()
-        one = _plus_rows(torch.zeros_like(like), x, factor)
+        one = _plus_rows(torch.zeros_like(total), x, factor)
+        # Squares around the mean so far, or that of the first chunk, cancel next to nothing.
+        pivot = torch.where(some.to(one.device), total * before(one), one * here(one))
         x = x.to(one.dtype)
         if isinstance(chunk.factor, Tensor) or isinstance(chunk.weight, Tensor):
             x = x * _broadcast(trees.as_scalar_of(one, quotient(factor, each)), x)
-        off = x - _mean(one, whole)
+        off, away = x - pivot, one - pivot * trees.as_scalar_of(one, more)
         off = off.square_() if modes.may_write() and not off.is_complex() else _power(off)
-        twos.append(_plus_rows(torch.zeros_like(off[0]), off, each))
-        ones.append(one)
+        twos.append(_plus_rows(centred, off, each) - _power(away) * after(centred))
+        ones.append(total.add_(one) if modes.may_write() else total + one)
     first, centred = (trees.unflatten(chunk.spec, column) for column in (ones, twos))
-    return _pooled(state, MomentSums(first, centred, whole, (each != 0).double().sum()))
+    samples = state.samples + (each != 0).sum()
+    return MomentSums(first, centred, state.weight + more, samples)
 
 
 def _pooled(a: MomentSums, b: MomentSums) -> MomentSums:
