@@ -249,7 +249,9 @@ def test_a_setting_is_its_threads_and_a_plain_call_the_processs():
             return True
         return False
 
-    with pa.checks("off"):
+    made = pa.checks("off")  # about to be entered: no other thread sees it for a moment
+    assert together(asks) == [True]
+    with made:
         assert [asks(), *together(asks)] == [False, True]
         with pa.checks("always"):
             assert asks()
